@@ -1,16 +1,22 @@
 """Print the plan of a calibration (`--dry-run`) and its outcome: measurements, places, cost, and what to do next."""
 
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvq_calib.evaluate import quality_checks
-from kvq_calib.evaluate.record import fits, whole_bytes
+from kvq_calib.evaluate.perplexity import AT_ONCE, LEAST
+from kvq_calib.evaluate.record import default_dtype, fits, whole_bytes
 from kvq_calib.job.job import Job
 from kvq_calib.job.run import Published, baseline_record
+from kvq_calib.model.streamed import Stream
 from kvq_calib.report import tables
+from kvq_calib.run.device import settle
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table
@@ -19,16 +25,26 @@ from kvq_runtime.registry.evaluation_records import TextRecord
 from kvq_runtime.registry.rating import Rating
 from kvq_runtime.registry.reference import registry_url
 
+SAMPLE = 1024  # tokens that a layer is timed on
+
 
 def plan(job: Job, work: Run) -> dict[str, Any]:
     """Return the plan as a record, with units in the names; `evaluation` is None without one."""
     plan, files = work.plan, work.files
-    needs = plan.needs(files)
+    needs, most = plan.needs(files), job.eval_windows or quality_checks.windows(plan.seq_len)
+    least, caches = min(most, job.eval_windows or LEAST), len(plan.recipes) + len(job.baselines)
+    unit, fit_s, measured_s = "device_s" if plan.device.startswith("cuda") else "processor_s", None, None
+    if files.local:
+        fit_s = plan.tokens * seconds_a_token(work, getattr(torch, plan.dtype))
+        measured_s = (1 + 1.5 * caches) * plan.seq_len * seconds_a_token(work, default_dtype(files, plan.device))
     evaluation = {
-        "windows_at_most": job.eval_windows or quality_checks.windows(plan.seq_len),
+        "windows_at_least": least,
+        "windows_at_most": most,
+        f"{unit}_at_least": measured_s and measured_s * least,
+        f"{unit}_at_most": measured_s and measured_s * most,
         "baselines": list(job.baselines),
         "bounds": dict(job.bounds.given),
-        "bytes": whole_bytes(files, plan.device),
+        "bytes": whole_bytes(files, plan.device) + needs["chunk"] + 32 * AT_ONCE,
         "by_layer": not fits(files, plan.device),
     }
     return {
@@ -46,6 +62,7 @@ def plan(job: Job, work: Run) -> dict[str, Any]:
         "seq_len": plan.seq_len,
         "tokens": plan.tokens,
         "chunks": len(plan.chunks),
+        f"fit_{unit}_at_least": fit_s,
         "evaluation": evaluation if job.evaluate else None,
         "device": plan.device,
         "dtype": plan.dtype,
@@ -59,6 +76,24 @@ def plan(job: Job, work: Run) -> dict[str, Any]:
         "run_folder": str(work.folder),
         "plan": plan.digest,
     }
+
+
+def seconds_a_token(work: Run, dtype: torch.dtype) -> float:
+    """Time one layer on one sequence; return the seconds that the model takes for a token, its head included.
+
+    Processor seconds, which other processes hardly change; on a GPU seconds.
+    """
+    plan, files, device = work.plan, work.files, torch.device(work.plan.device)
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    stream = Stream(files, device, dtype)
+    layer, h_BTE = stream.layer(0), stream.embed(torch.ones(1, min(plan.seq_len, SAMPLE), dtype=torch.long))
+    for _ in range(2):  # the first warms up
+        begun = clock()
+        layer.forward(h_BTE)
+        settle(device)
+        spent = clock() - begun
+    head = files.vocabulary * files.hidden / files.weights.layer_parameters(files.stretches[0])
+    return spent / h_BTE.shape[1] * (plan.geometry.layers + head)
 
 
 def show(

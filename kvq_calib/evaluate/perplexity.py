@@ -45,7 +45,7 @@ from kvq_runtime.hf.model import CACHE, decoder_of
 
 REFERENCE = "16 bit"
 STEP = 32
-AT_ONCE = 1 << 22  # logits computed and compared at once, in float64
+AT_ONCE = 1 << 23  # logits computed and compared at once, in float64
 ROW_TOKENS, GPU_ROW_TOKENS = 4096, 8192  # tokens of the windows that go through the model side by side
 ERROR = 0.01  # standard error of log perplexity that is small enough
 LEAST = 4  # windows to compute it from
@@ -168,17 +168,18 @@ def compare(head: Head, tokens_BT: Tensor, hidden: Mapping[str, Tensor]) -> dict
     """
     target_N = tokens_BT[:, 1:].flatten().to(head.device).long()
     rows = {name: h_BTE[:, :-1].flatten(0, 1) for name, h_BTE in hidden.items()}
-    measured: dict[str, list[Tensor]] = {name: [] for name in rows}
+    # whole: small tensors that stay would split the memory of large ones that come and go
+    measured = {name: torch.empty(3, len(target_N), dtype=torch.float64) for name in rows}
     at_once = max(1, AT_ONCE // head.vocabulary)
     for start in range(0, len(target_N), at_once):
         part, expected = slice(start, start + at_once), None
         for name, h_NE in rows.items():
             logits_NV = head(h_NE[None, part].to(head.device))[0]
             expected = expected or Expected(logits_NV)
-            measured[name].append(expected.against(logits_NV, target_N[part]).cpu())
+            measured[name][:, part] = expected.against(logits_NV, target_N[part])
     scores = {}
-    for name, parts in measured.items():
-        losses, kls, agreed = torch.cat(parts, 1).unflatten(1, (len(tokens_BT), -1))
+    for name, figures_3N in measured.items():
+        losses, kls, agreed = figures_3N.unflatten(1, (len(tokens_BT), -1))
         scores[name] = Score(agreed.numel(), int(agreed.sum()), losses.mean(1).tolist(), kls.mean(1).tolist())
     return scores
 

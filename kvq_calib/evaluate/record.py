@@ -95,17 +95,18 @@ class Protocol:
 
 def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load the whole model, in `dtype`; None: float32 on a CPU, else as stored."""
-    model: Any = files.model(dtype or _default_dtype(files, device))
+    model: Any = files.model(dtype or default_dtype(files, device))
     return model.to(device).eval()
 
 
-def _default_dtype(files: ModelFiles, device: str) -> torch.dtype:
+def default_dtype(files: ModelFiles, device: str) -> torch.dtype:
+    """Return the precision that a model is measured in: float32 on a CPU, else as stored."""
     return torch.float32 if device == "cpu" else files.dtype
 
 
 def whole_bytes(files: ModelFiles, device: str, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of the whole model as an evaluation loads it."""
-    return files.weight_bytes * (dtype or _default_dtype(files, device)).itemsize // files.dtype.itemsize
+    return files.weight_bytes * (dtype or default_dtype(files, device)).itemsize // files.dtype.itemsize
 
 
 def fits(files: ModelFiles, device: str, dtype: torch.dtype | None = None) -> bool:
@@ -154,7 +155,7 @@ def evaluate(
         raise ValueError(f"windows of {length} tokens; {files.id} was made for at most {files.context}: use --length")
     if len({candidate.name for candidate in candidates}) < len(candidates):
         raise ValueError(f"{[candidate.name for candidate in candidates]}; name each once")
-    dtype = dtype or _default_dtype(files, device)
+    dtype = dtype or default_dtype(files, device)
     if protocol.by_layer is None:
         protocol = replace(protocol, by_layer=not fits(files, device, dtype))
     if not candidates:

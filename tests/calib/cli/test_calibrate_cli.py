@@ -115,9 +115,14 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):
     assert record["evaluation"]["baselines"] == ["higgs-2bit"] and record["registries"][0].startswith("file:///")
     work = prepare.prepare(Job(str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=128))
     assert record["disk_bytes"] == work.plan.needs(work.files)["disk"] and record["download_bytes"] == 0
-    assert cli.main(given) == 0
+    evaluation = record["evaluation"]
+    assert evaluation["bytes"] > work.plan.needs(work.files)["chunk"], "the model, and the pass through it"
+    assert record["fit_processor_s_at_least"] > 0 and evaluation["processor_s_at_least"] > 0
+    times = evaluation["processor_s_at_most"] / evaluation["processor_s_at_least"]
+    assert times == pytest.approx(evaluation["windows_at_most"] / evaluation["windows_at_least"])
+    assert cli.main([*given, "--eval-windows", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "evaluation.baselines " in shown
+    assert "evaluation.baselines " in shown and "evaluation.processor_s_at_least " in shown
     assert not (tmp_path / "run").exists() and not (tmp_path / "kvq-home").exists()
 
 
