@@ -142,8 +142,8 @@ bench: $(VENV)/.bench ## time caches on a CPU; BENCH_ARGS=... of kvq bench
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run
 	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) -m benchmarks.gpu $(BENCH_ARGS)
 
-flows-up: env ## run a Prefect server and a worker here with flows.yaml, until Ctrl-C; FLOWS_PORT=4200 WEBHOOK=https://...
-	$(RUN) -m pipelines.service $(if $(FLOWS_PORT),--port $(FLOWS_PORT)) $(if $(WEBHOOK),--webhook "$(WEBHOOK)")
+flows-up: env ## run a Prefect server and a worker here with FLOWS=flows.yaml, until Ctrl-C; FLOWS_PORT=4200 WEBHOOK=https://...
+	$(RUN) -m pipelines.service $(if $(FLOWS_PORT),--port $(FLOWS_PORT)) $(if $(FLOWS),--file "$(FLOWS)") $(if $(WEBHOOK),--webhook "$(WEBHOOK)")
 
 wheel: env ## build sdist and wheel into dist/
 	$(RUN) -m build --no-isolation --outdir dist .

@@ -1,8 +1,9 @@
-"""Report failed gates, drift and 36 hours without a calibration to a webhook; mark dead runs as crashed.
+"""Report failed and crashed runs, drift and 36 hours without success to a webhook; end runs whose process died.
 
-Each is an automation of the Prefect server, which a later definition of the same name replaces.
+Each is an automation of the Prefect server.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,59 +14,74 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import CallWebhook, ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 
-from kvq_calib.flow.flow import GATE_FAILED
 from pipelines.flows import DRIFTED
 
+OURS = "kvq: "  # begins the name of each of them
 RUNS: Any = {"prefect.resource.id": "prefect.flow-run.*"}
+DEPLOYED: Any = {"prefect.resource.role": "deployment"}  # runs of deployments have one, and their subflows none
 CALIBRATIONS: Any = {"prefect.resource.role": "flow", "prefect.resource.name": "kvq-calibrate"}
+ENDS = "Failed", "Crashed", "TimedOut", DRIFTED  # names of states without success
+PENDING = "Pending", "Submitting", "InfrastructurePending"  # names of states before Running
 SILENCE = timedelta(hours=36)
 ONCE = timedelta(minutes=1)  # in which the server may evaluate an event again, if the database was busy
 DEAD = timedelta(seconds=90)  # three heartbeats of 30 seconds
+STRANDED = timedelta(minutes=15)  # on a busy machine a process takes minutes to start
 STATE = '{"text": {{ ("kvq, " ~ flow.name ~ " " ~ flow_run.name ~ ": " ~ flow_run.state.message) | tojson }}}'
-NO_SUCCESS = '{"text": "kvq: no calibration has succeeded for 36 hours"}'
+NO_SUCCESS = '{"text": {{ ("kvq: no calibration of " ~ flow_run.name ~ " has succeeded for 36 hours") | tojson }}}'
 
 
 def define(webhook: str | None = None) -> None:
     """Define the automations on the server in use.
 
-    webhook   where messages are posted, as JSON {"text": ...}; None: no messages, and only dead runs are found
+    webhook   where messages are posted, as JSON {"text": ...}; None: no messages, and only dead runs are ended
     """
-    automations = [find_dead()]
-    if webhook is not None:
-        block = save_webhook(webhook)
-        automations.append(report_state("kvq: a gate failed", GATE_FAILED, block))
-        automations.append(report_state("kvq: drift", DRIFTED, block))
-        automations.append(report_silence(block))
-    for automation in automations:
-        create(automation)
+    block = webhook and save_webhook(webhook)
+    replace([*end_dead(), *([report_ends(block), report_silence(block)] if block else [])])
 
 
-def report_state(name: str, state: str, block: Any) -> AutomationCore:
-    """Post the message of each run that enters a state, once."""
-    expect, each = {f"prefect.flow-run.{state}"}, {"prefect.resource.id"}
-    trigger = EventTrigger(expect=expect, match=RUNS, for_each=each, posture=Posture.Reactive, threshold=1, within=ONCE)
-    return AutomationCore(name=name, trigger=trigger, actions=[CallWebhook(block_document_id=block, payload=STATE)])
+def report_ends(block: Any) -> AutomationCore:
+    """Post the message of each run of a deployment that ends without success, once."""
+    trigger = EventTrigger(
+        expect=_events(*ENDS), match=RUNS, match_related=DEPLOYED, for_each={"prefect.resource.id"},
+        posture=Posture.Reactive, threshold=1, within=ONCE,
+    )  # fmt: skip
+    call = CallWebhook(block_document_id=block, payload=STATE)
+    return AutomationCore(name=f"{OURS}a run failed", trigger=trigger, actions=[call])
 
 
 def report_silence(block: Any, within: timedelta = SILENCE) -> AutomationCore:
-    """Post a message when no calibration has completed for this long, and again after as long."""
-    expect = {"prefect.flow-run.Completed"}
+    """Post a message when no calibration of a model, once begun, has completed for this long."""
     trigger = EventTrigger(
-        expect=expect, match=RUNS, match_related=CALIBRATIONS, posture=Posture.Proactive, threshold=1, within=within
-    )
+        after=_events("Running", "Completed"), expect=_events("Completed"), match=RUNS, match_related=CALIBRATIONS,
+        for_each={"prefect.resource.name"}, posture=Posture.Proactive, threshold=1, within=within,
+    )  # fmt: skip  # a run has the name of its model
     call = CallWebhook(block_document_id=block, payload=NO_SUCCESS)
-    return AutomationCore(name="kvq: no success for 36 hours", trigger=trigger, actions=[call])
+    return AutomationCore(name=f"{OURS}no success for 36 hours", trigger=trigger, actions=[call])
 
 
-def find_dead(within: timedelta = DEAD) -> AutomationCore:
-    """Mark a run that sends no heartbeats any more as crashed: kill -9, a lost machine."""
-    after, expect, each = {"prefect.flow-run.heartbeat"}, {"prefect.flow-run.*"}, {"prefect.resource.id"}
+def end_dead(dead: timedelta = DEAD, stranded: timedelta = STRANDED) -> list[AutomationCore]:
+    """End runs whose process died (kill -9, a lost machine), in whatever state, so that they block no other run."""
+    died, minutes = "Its process died. A retry resumes.", stranded // timedelta(minutes=1)
+    silent = f"No heartbeat for {dead.total_seconds():.0f} s. {died}"
+    return [
+        _end("find the dead", ["heartbeat"], dead, StateType.CRASHED, silent),
+        _end("find the stranded", PENDING, stranded, StateType.CRASHED, f"Not started in {minutes} minutes. {died}"),
+        _end("end the cancelled", ["Cancelling"], stranded, StateType.CANCELLED, "Its process died."),
+    ]
+
+
+def _end(name: str, after: Sequence[str], within: timedelta, state: StateType, message: str) -> AutomationCore:
+    """Give a run this state if nothing is heard of it for this long after an event."""
     trigger = EventTrigger(
-        after=after, expect=expect, match=RUNS, for_each=each, posture=Posture.Proactive, threshold=1, within=within
-    )
-    message = "No heartbeat for 90 s: its process died. A retry resumes."
-    crashed = ChangeFlowRunState(name=None, state=StateType.CRASHED, message=message, force=False)
-    return AutomationCore(name="kvq: find the dead", trigger=trigger, actions=[crashed])
+        after=_events(*after), expect=_events("*"), match=RUNS, for_each={"prefect.resource.id"},
+        posture=Posture.Proactive, threshold=1, within=within,
+    )  # fmt: skip
+    end = ChangeFlowRunState(name=None, state=state, message=message, force=False)
+    return AutomationCore(name=OURS + name, trigger=trigger, actions=[end])
+
+
+def _events(*states: str) -> set[str]:
+    return {f"prefect.flow-run.{state}" for state in states}
 
 
 def save_webhook(url: str) -> Any:
@@ -74,9 +90,14 @@ def save_webhook(url: str) -> Any:
     return block.save(name="kvq-webhook", overwrite=True)
 
 
-def create(automation: AutomationCore) -> None:
-    """Create an automation, in place of those of its name."""
+def replace(automations: Sequence[AutomationCore]) -> None:
+    """Make these the server's automations of kvq; those that it has already go on waiting."""
     with get_client(sync_client=True) as client:
-        for old in client.read_automations_by_name(automation.name):
-            client.delete_automation(old.id)
-        client.create_automation(automation)
+        known = [old for old in client.read_automations() if old.name.startswith(OURS)]
+        kept = [old.name for old in known if AutomationCore(**old.model_dump()) in automations]
+        for old in known:
+            if old.name not in kept:
+                client.delete_automation(old.id)
+        for automation in automations:
+            if automation.name not in kept:
+                client.create_automation(automation)

@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m pipelines.service", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"of the server (default {PORT})")
     parser.add_argument("--file", type=Path, default=ROOT / "flows.yaml", help="what to deploy (default flows.yaml)")
-    parser.add_argument("--webhook", metavar="URL", help="where failed gates, drift and silence are reported")
+    parser.add_argument("--webhook", metavar="URL", help="where failures and 36 hours without success are reported")
     args = parser.parse_args()
     folder, running = home() / "flows", list[subprocess.Popen]()
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 0
     except RuntimeError as error:
-        print(f"flows: {error}", file=sys.stderr)
+        _say(str(error))
         return 1
     finally:
         for process in reversed(running):
@@ -66,31 +66,42 @@ def _serve(args: argparse.Namespace, folder: Path, running: list[subprocess.Pope
             probe.bind(("127.0.0.1", args.port))
         except OSError:
             raise RuntimeError(f"port {args.port} is taken; use another: --port, FLOWS_PORT=4300") from None
+    if not args.file.is_file():
+        raise RuntimeError(f"{args.file}: no such file; name what to deploy: --file, FLOWS=~/flows.yaml")
     page = f"http://127.0.0.1:{args.port}"
-    _keep(folder / "auth", server.new_secret())
+    _say(f"starting the server, which may take minutes at its first start: {folder / 'server.log'}")
+    files.replace(folder / "auth", server.new_secret().encode(), folder, mode=0o600)
     if os.environ.get(TOKENS[0]):
-        _keep(folder / "hf-token", os.environ[TOKENS[0]])
+        files.replace(folder / "hf-token", os.environ[TOKENS[0]].encode(), folder, mode=0o600)
     running.append(_start(server_command(args.port), server_environment(folder, args.port), folder / "server.log"))
     wait(f"{page}/api", running[0])
     environment = client_environment(folder, f"{page}/api")
     os.environ.clear()
     os.environ.update(environment)  # read when prefect is imported
-    deploy(args.file, args.webhook)
+    _say(f"deploying {args.file}")
+    deploy(args.file.absolute(), args.webhook)
+    _say(f"starting the worker: {folder / 'worker.log'}")
     command = ["worker", "start", "--pool", POOL, "--type", "process"]
     running.append(_start(command, environment, folder / "worker.log"))
-    print(
-        f"{page} shows the flows, and asks once for what is in {folder / 'auth'}. Logs are in {folder}. Ctrl-C stops."
-    )
-    sys.stdout.flush()
+    print(f"{page} shows the flows, and asks once for what is in {folder / 'auth'}. Ctrl-C stops.", flush=True)
     while all(process.poll() is None for process in running):
         time.sleep(1)
     raise RuntimeError(f"server or worker ended: see the logs in {folder}")
 
 
+def _say(text: str) -> None:
+    print(f"flows: {text}", file=sys.stderr, flush=True)
+
+
 def deploy(file: Path, webhook: str | None) -> None:
-    """Make the pool of one GPU, deploy a file, define the automations, on the server of PREFECT_API_URL."""
+    """Make the pool of one GPU, deploy a file, define the automations, on the server of PREFECT_API_URL.
+
+    No worker is alive: what an earlier one left pending, running or cancelling is crashed.
+    """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.client.schemas.filters import FlowRunFilter
+    from prefect.states import Crashed
     from prefect.workers.process import ProcessWorker
 
     from pipelines import automations
@@ -99,15 +110,15 @@ def deploy(file: Path, webhook: str | None) -> None:
     pool = WorkPoolCreate(name=POOL, type="process", base_job_template=template, concurrency_limit=1)
     with get_client(sync_client=True) as client:
         client.create_work_pool(pool, overwrite=True)
-    automations.define(webhook)
+        automations.define(webhook)
+        begun = FlowRunFilter.model_validate({"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}})
+        for run in client.read_flow_runs(flow_run_filter=begun):
+            died = Crashed(message="Its process ended with the service. A retry resumes.")
+            client.set_flow_run_state(run.id, died, force=True)  # else none but Cancelled follows Cancelling
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(file), "--all"]
     done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the deployment of {file} failed: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-
-
-def _keep(path: Path, secret: str) -> None:
-    files.replace(path, secret.encode(), path.parent, mode=0o600)
 
 
 def server_command(port: int) -> list[str]:

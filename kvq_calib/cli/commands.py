@@ -38,12 +38,7 @@ examples
     kvq report qwen2.5-7b-aqua-2bit@1.2.0 --open    a version, shown in a browser
     kvq report --registry --out pages               all versions of your registry, in a folder"""
 
-GC = """\
-examples
-    kvq gc                                      what would be deleted
-    kvq gc --published 2d --others 90d --delete
-
-A run folder makes a repeated run fast: keep those of plans that a schedule repeats. What is published stays."""
+GC = "example: kvq gc --published 2d --others 90d --delete. Versions in the registry stay."
 
 
 def add(subparsers: Any) -> None:

@@ -23,8 +23,7 @@ from kvq_calib.job.job import Job
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import pages, plots, tables
-from kvq_calib.run.checkpoint import AlreadyRunning
-from kvq_calib.run.cleanup import delete, run_folders
+from kvq_calib.run import checkpoint
 from kvq_calib.run.device import usable
 from kvq_calib.run.plan import environment
 from kvq_calib.text import corpus
@@ -217,22 +216,21 @@ def _give(args: Namespace, records: Sequence[Any]) -> bool:
 
 def gc(args: Namespace) -> int:
     """Run `kvq gc`."""
-    rows, freed = [], 0
-    for folder in run_folders(reference.home() / "runs"):
-        row = {"run": folder.path.name, "model": folder.model, "published": folder.published}
-        row |= {"unused, days": round(folder.unused / 86400, 1), "MB": round(folder.bytes / 1e6, 1)}
-        old = folder.unused >= (args.published if folder.published else args.others)
-        outcome = "kept"
-        if old or folder.path.name.startswith("."):  # a killed `delete` left it
+    rows = []
+    for folder in sorted((reference.home() / "runs").glob("*/")):
+        row = checkpoint.describe(folder) | {"outcome": "kept"}
+        most = args.published if row["published"] else args.others
+        if row["unused, days"] >= most / 86400 or folder.name.startswith("."):  # a killed `delete` left it
+            row["outcome"] = "deleted" if args.delete else "to delete"
             try:
                 if args.delete:
-                    delete(folder.path)
-                outcome, freed = "deleted" if args.delete else "to delete", freed + folder.bytes
-            except AlreadyRunning:
-                outcome = "running"
-        rows.append(row | {"outcome": outcome})
+                    checkpoint.delete(folder)
+            except checkpoint.AlreadyRunning:
+                row["outcome"] = "running"
+        rows.append(row)
     print_table(rows, args.json)
     if not args.json:
+        freed = sum(row["bytes"] for row in rows if "delete" in row["outcome"])
         print(f"\n{freed / 1e6:.1f} MB " + ("are free now" if args.delete else "would be freed; --delete frees them"))
     return 0
 

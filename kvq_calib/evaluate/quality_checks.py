@@ -8,15 +8,17 @@ from the held-out part of a corpus.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
-from typing import Any
+from datetime import UTC, date, datetime
+from typing import Any, ClassVar
 
 import torch
 
 from kvq_calib.evaluate import perplexity, record
 from kvq_calib.evaluate.candidate import Candidate, find
 from kvq_calib.evaluate.saved_results import SavedResults
+from kvq_calib.model import catalog
 from kvq_calib.model import find as models
+from kvq_calib.run.device import usable
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_calib.text.corpus import Batch
@@ -90,6 +92,52 @@ def evaluate(
 
 
 @dataclass(frozen=True)
+class DriftCheck:
+    """The settings of a drift check, which JSON can hold.
+
+    model       a catalog name, a folder or a Hub id
+    artifacts   names in the registry, all of this model
+    corpus      whose held-out part is measured: `windows` of `length` tokens; None: the model's
+    seed        of the choice of text; None: another one every week
+    alias       whose version is measured; the newest version if it points to none
+    registry    file:///folder or hf://org; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
+    max_...     bounds on a full encode: perplexity over that of 16 bit, nats per token, share of blocks with errors
+                beyond the calibration's
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # where a flow checks settings
+    model: str
+    artifacts: Sequence[str]
+    corpus: str = "demo"
+    windows: int = 16
+    length: int | None = None
+    seed: int | None = None
+    alias: str = PRODUCTION
+    device: str = "cpu"
+    registry: str | None = None
+    max_perplexity_ratio: float | None = 1.05
+    max_kl: float | None = None
+    max_beyond: float | None = None
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds; ValueError without one."""
+        bounds = Bounds(self.max_perplexity_ratio, self.max_kl, self.max_beyond)
+        if not bounds.given:
+            raise ValueError("a drift check needs a bound: max_perplexity_ratio, max_kl, or both")
+        return bounds
+
+    def check(self) -> None:
+        """Check the names in the settings, as far as this takes no download; raise ValueError or RuntimeError."""
+        catalog.check(self.model)
+        corpus.check(self.corpus)
+        usable(self.device)
+        for name in self.artifacts:
+            _open(name, self.registry)
+        _ = self.bounds  # which raises for invalid ones
+
+
+@dataclass(frozen=True)
 class DriftResult:
     """One version, measured again.
 
@@ -111,33 +159,22 @@ def week(today: date) -> int:
     return 100 * year + number
 
 
-def check_drift(
-    names: Sequence[str],
-    model: str,
-    source: str,
-    bounds: Bounds,
-    seed: int,
-    windows: int = 16,
-    length: int | None = None,
-    alias: str = PRODUCTION,
-    device: str = "cpu",
-    registry_url: str | None = None,
-) -> list[DriftResult]:
-    """Measure the version of each name that `alias` points to, else the newest; add the records to the registry.
+def check_drift(check: DriftCheck) -> list[DriftResult]:
+    """Measure the version of each name that the alias points to, else the newest; add the records to the registry.
 
     Raises ValueError without bounds, NotFound for a name without versions, or with yanked ones alone.
     """
-    if not bounds.given:
-        raise ValueError("a drift check needs a bound: max_perplexity_ratio, max_kl, or both")
-    references = [_version(name, alias, registry_url) for name in names]
-    files = models.resolve(model)  # which may be a long download
-    candidates = [find(reference, files, registry_url) for reference in references]
-    length = length or min(files.entry.seq_len, files.context)
-    batch = corpus.select(source, files.path, windows, length, seed, "held-out")
+    bounds, seed = check.bounds, week(datetime.now(UTC).date()) if check.seed is None else check.seed
+    references = [_version(name, check.alias, check.registry) for name in check.artifacts]
+    files = models.resolve(check.model)  # which may be a long download
+    candidates = [find(reference, files, check.registry) for reference in references]
+    length = check.length or min(files.entry.seq_len, files.context)
+    batch = corpus.select(check.corpus, files.path, check.windows, length, seed, "held-out")
+    measurements = record.evaluate(files, batch, candidates, device=check.device)
     results = []
-    for candidate, measured in zip(candidates, record.evaluate(files, batch, candidates, device=device), strict=True):
+    for candidate, measured in zip(candidates, measurements, strict=True):
         judged = rating.with_gate(measured, bounds)
-        registry, version = _open(candidate.name, registry_url)
+        registry, version = _open(candidate.name, check.registry)
         registry.add_evaluation(judged, version.name)
         parsed = parse(judged)
         protocol, figures = parsed.decisive or (None, None)

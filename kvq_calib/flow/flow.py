@@ -4,6 +4,7 @@ Checkpoints in the run folder are the only truth for resuming, so Prefect's cach
 numbers, never tensors. Without a configured Prefect server, a temporary one is started for this process.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,8 +38,21 @@ from kvq_calib.job.run import Published, PublishedAt  # noqa: E402
 from kvq_calib.run import bit_allocation  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.run import InFiles, Listener, Progress, Run, silent  # noqa: E402
+from kvq_runtime.cli.exit_codes import exit_code  # noqa: E402
 from kvq_runtime.registry import reference  # noqa: E402
 from kvq_runtime.registry.rating import Refused  # noqa: E402
+
+
+def _brief(record: logging.LogRecord) -> bool:
+    """Log refusals without their tracebacks, as the command line prints them, unless PREFECT_LOGGING_LEVEL is DEBUG."""
+    error = record.exc_info and record.exc_info[1]
+    if isinstance(error, Exception) and exit_code(error) and logging.getLogger("prefect").level != logging.DEBUG:
+        record.exc_info = None
+    return True
+
+
+for _name in ("flow_runs", "task_runs", "engine"):
+    logging.getLogger(f"prefect.{_name}").addFilter(_brief)
 
 INTERVAL = 5.0  # seconds between two updates of a layer's progress
 GATE_FAILED = "GateFailed"  # the name of the state, and so of the event prefect.flow-run.GateFailed

@@ -8,8 +8,14 @@ complete(job, work)         begin, `run/calibrate.py`, evaluate, publish
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from kvq_calib.model import catalog
 from kvq_calib.model.files import ModelFiles
+from kvq_calib.run.bit_allocation import AUTOMATIC
+from kvq_calib.run.device import usable
+from kvq_calib.text import corpus
+from kvq_runtime.artifact import recipe_text
 from kvq_runtime.registry.rating import Bounds
 from kvq_runtime.registry.reference import check_name
 from kvq_runtime.registry.registry import Registry
@@ -55,6 +61,7 @@ class Job:
     version    its number; None: the next one
     """
 
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # where a flow checks settings
     model: str
     recipes: Sequence[str] = ("aqua-2bit",)
     bits: Sequence[float] = ()
@@ -87,6 +94,17 @@ class Job:
     def __post_init__(self):
         for name in ("recipes", "bits", "baselines"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def check(self) -> None:
+        """Check the names in the settings, as far as this takes no download; raise ValueError or RuntimeError."""
+        catalog.check(self.model)
+        for recipe in self.recipes:
+            if recipe != AUTOMATIC:
+                recipe_text.read(recipe)
+        if self.corpus is not None:
+            corpus.check(self.corpus)
+        usable(self.device)
+        _ = self.bounds, self.targets  # which raise for invalid ones
 
     @property
     def bounds(self) -> Bounds:

@@ -12,10 +12,12 @@ A folder is written under its partial name, every file is fsynced, then the fold
 """
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvq_calib.run.plan import Plan
+from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files
 from kvq_runtime.errors import Conflict
 
@@ -43,6 +46,32 @@ def claimed(folder: Path) -> Iterator[None]:
         raise AlreadyRunning(f"already running: another process calibrates this plan in {folder}") from None
     with lock:
         yield
+
+
+def describe(run: Path) -> dict[str, Any]:
+    """Return the model of a run folder, whether all its artifacts are published, its bytes, and days without a change.
+
+    Artifacts that are published leave in the folder what is beside them, and not themselves.
+    """
+    status = []
+    for folder, _, names in os.walk(run):
+        for name in names:
+            with suppress(FileNotFoundError):  # a run at work removed it
+                status.append(Path(folder, name).lstat())
+    plan = _object(run / "plan.json", run) if (run / "plan.json").exists() else {"recipes": [], "model": ""}
+    complete = 0 < len(list(run.glob("artifacts/*"))) == len(plan["recipes"])
+    published = complete and not any(run.glob(f"artifacts/*/{ARTIFACT_FILE}"))
+    unused = time.time() - max((one.st_mtime for one in status), default=0)
+    about = {"run": run.name, "model": plan["model"], "published": published, "unused, days": round(unused / 86400, 1)}
+    return about | {"bytes": sum(one.st_size for one in status)}
+
+
+def delete(run: Path) -> None:
+    """Delete a run folder; raise AlreadyRunning if a process works in it. If killed, a folder .NAME is left."""
+    gone = run.with_name(f".{run.name.removeprefix('.')}")
+    with claimed(run):
+        run.rename(gone)  # a new run of the plan gets a folder of its own
+    shutil.rmtree(gone)
 
 
 def open_run(plan: Plan, folder: Path) -> None:

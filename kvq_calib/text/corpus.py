@@ -39,7 +39,7 @@ from kvq_calib.text.documents import Documents
 from kvq_calib.text.split import LIMIT, RUN, Split, Unseen, mark, part
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.disk import files as disk
-from kvq_runtime.errors import counted
+from kvq_runtime.errors import NotFound, counted
 from kvq_runtime.registry.hub_client import disable_telemetry
 
 BATCH = 32  # documents given to the tokenizer at a time
@@ -242,6 +242,13 @@ def pin(source: str) -> str:
 def is_remote(source: str) -> bool:
     """Return whether any part of a corpus is read from the Hub."""
     return any(one == TEST_SET or _hub_name(one) is not None for one in sources_of(source))
+
+
+def check(source: str) -> None:
+    """Raise NotFound if a part of a corpus is no embedded text, no file and no name of a Hub dataset."""
+    for one in sources_of(source):
+        if one not in (*sources.EMBEDDED, TEST_SET) and _hub_name(one) is None and not os.path.exists(one):
+            raise NotFound(f"corpus {one}: no such file; use {', '.join(sources.EMBEDDED)}, a file or a Hub dataset")
 
 
 def file_digests(source: str) -> dict[str, str]:

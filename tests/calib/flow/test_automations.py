@@ -57,11 +57,27 @@ def server(started):
         EventsWorker.drain_all(timeout=PATIENCE)
 
 
-def ends(name: str, state) -> str:
-    """Run a flow of this name that ends in this state; what its events call it."""
+def ends(name: str, state, run: str | None = None) -> None:
+    """Run a flow of this name that ends in this state."""
     from prefect import flow
 
-    return f"prefect.flow-run.{flow(name=name)(lambda: state)(return_state=True).state_details.flow_run_id}"
+    flow(name=name, flow_run_name=run)(lambda: state)(return_state=True)
+
+
+@pytest.fixture
+def enter(server):
+    """Bring a run of a deployment of a flow of this name into states, one after the other; return its id."""
+    from prefect.client.orchestration import get_client
+
+    def enter(name: str, *states) -> UUID:
+        with get_client(sync_client=True) as client:
+            deployment = client.create_deployment(client.create_flow_from_name(name), name=name)
+            run = client.create_flow_run_from_deployment(deployment).id
+            for state in states:
+                client.set_flow_run_state(run, state, force=True)
+        return run
+
+    return enter
 
 
 def test_a_page_in_a_browser_gets_nothing_without_the_secret(server):
@@ -88,47 +104,110 @@ def test_a_page_in_a_browser_gets_nothing_without_the_secret(server):
             )
 
 
-def test_failed_gates_and_drift_are_told_and_nothing_else(server):
-    from prefect.states import Failed
+def test_every_run_that_ends_without_success_is_told_once_and_nothing_else(server, enter):
+    from prefect.states import Cancelled, Completed, Crashed, Failed
 
-    from kvq_calib.flow.flow import GATE_FAILED
     from pipelines import automations
-    from pipelines.flows import DRIFTED
 
     with listening() as (address, heard):
         automations.define(address)
-        ends("other", Failed(message="is nobody's affair"))
-        ends("drift", Failed(name=DRIFTED, message='demo@1.0.0 has drifted. "KL" 2'))
-        ends("kvq-calibrate", Failed(name=GATE_FAILED, message="demo was not published"))
-        until(lambda: len(heard) >= 2)
-    first, second = sorted(heard)
-    assert first.startswith("kvq, drift ") and first.endswith(': demo@1.0.0 has drifted. "KL" 2')
-    assert second.startswith("kvq, kvq-calibrate ") and second.endswith(": demo was not published")
+        ends("kvq-calibrate", Failed(message="is a part of nightly's message"))
+        enter("nightly", Completed(message="is nobody's affair"))
+        enter("nightly", Cancelled(message="neither"))
+        enter("drift", Failed(name=automations.DRIFTED, message='demo@1.0.0 has drifted. "KL" 2'))
+        enter("nightly", Failed(message="demo was not published"))
+        enter("nightly", Crashed(message="killed"))
+        enter("on-demand", Failed(name="TimedOut", message="8 hours"))
+        until(lambda: len(heard) >= 4)
+    told = sorted((text.split(" ")[1], text.partition(": ")[2]) for text in heard)
+    expected = [("drift", 'demo@1.0.0 has drifted. "KL" 2'), ("nightly", "demo was not published")]
+    assert told == [*expected, ("nightly", "killed"), ("on-demand", "8 hours")]
 
 
-def test_silence_is_told_and_a_success_is_no_silence(server):
+def test_automations_that_are_defined_go_on_waiting_and_others_are_replaced(server):
+    from prefect.client.orchestration import get_client
+
+    from pipelines import automations
+
+    with get_client(sync_client=True) as client:
+        automations.replace([])
+        automations.define("http://127.0.0.1:9/x")
+        before = {one.name: one.id for one in client.read_automations()}
+        assert len(before) == 5
+        automations.define("http://127.0.0.1:9/x")
+        assert {one.name: one.id for one in client.read_automations()} == before
+        automations.define()
+        assert {one.name: one.id for one in client.read_automations()}.items() < before.items()
+
+
+def test_silence_is_told_of_each_model_and_a_success_is_no_silence(server):
     from prefect.states import Completed, Failed
 
     from pipelines import automations
 
+    told = "kvq: no calibration of {} has succeeded for 36 hours"
     for period in (SHORT, 4 * SHORT, 16 * SHORT):
         with listening() as (address, heard):
-            automations.create(automations.report_silence(automations.save_webhook(address), period))
+            automations.replace([automations.report_silence(automations.save_webhook(address), period)])
+            ends("kvq-calibrate", Failed(message="is no success"), "bad")
             begun, longest = time.monotonic(), 0.0
             while (last := time.monotonic()) - begun < 2 * period.total_seconds():
-                ends("kvq-calibrate", Completed())
+                ends("kvq-calibrate", Completed(), "good")
+                ends("other", Completed(), "bad")
                 time.sleep(1)
                 longest = max(longest, time.monotonic() - last)
-            if heard and longest > period.total_seconds() / 4:
+            if longest > period.total_seconds() / 3:
                 continue  # on so slow a machine it was silent indeed
-            assert not heard, f"a success every {longest} s"
-            ends("kvq-calibrate", Failed(message="is no success"))
-            ends("other", Completed())
             until(lambda: heard)
+            assert {*heard} == {told.format("bad")}, f"a success every {longest} s"
+            until(lambda: {*heard} == {told.format("bad"), told.format("good")})
             break
     else:
         pytest.fail("the machine is too slow to tell a pause from silence")
-    assert heard[0] == "kvq: no calibration has succeeded for 36 hours"
+
+
+def test_a_run_that_died_in_any_state_is_ended(server, enter):
+    """A worker that died before its process began, or while it was cancelled, sent no heartbeat."""
+    from prefect.client.orchestration import get_client
+    from prefect.states import Cancelling, Pending, Running, Submitting
+
+    from pipelines import automations
+
+    automations.replace(automations.end_dead(stranded=SHORT))
+    begun = [
+        enter("nightly", *states) for states in ([Pending()], [Pending(), Submitting()], [Running(), Cancelling()])
+    ]
+    alive = enter("nightly", Pending(), Running())
+    with get_client(sync_client=True) as client:
+        state = lambda run: client.read_flow_run(run).state  # noqa: E731
+        until(lambda: all(state(run).is_final() for run in begun))
+        assert [state(run).name for run in begun] == ["Crashed", "Crashed", "Cancelled"]
+        assert state(begun[1]).message.startswith("Not started in ") and state(alive).is_running()
+
+
+def test_the_start_of_the_service_ends_what_an_earlier_one_left(server, enter, monkeypatch):
+    """In whatever state: its slot of the deployment is free again."""
+    from prefect.client.orchestration import get_client
+    from prefect.states import Cancelling, Pending, Running, Scheduled
+
+    from pipelines import service
+
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    flows = service.ROOT / "flows.yaml"
+    service.deploy(flows, None)
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("nightly/nightly").id
+        for states in ([Pending()], [Pending(), Running()], [Pending(), Running(), Cancelling()]):
+            left, waiting = (client.create_flow_run_from_deployment(deployment).id for _ in range(2))
+            for state in states:
+                assert client.set_flow_run_state(left, state).status.value == "ACCEPT"
+            assert client.set_flow_run_state(waiting, Pending()).status.value == "REJECT", "one at a time"
+            service.deploy(flows, None)
+            assert client.read_flow_run(left).state.is_crashed()
+            after = client.create_flow_run_from_deployment(deployment, state=Scheduled()).id
+            assert client.set_flow_run_state(after, Pending()).status.value == "ACCEPT"
+            client.delete_flow_run(after)
 
 
 def test_the_dead_are_found_by_their_heartbeat(server):
@@ -138,7 +217,7 @@ def test_the_dead_are_found_by_their_heartbeat(server):
     from pipelines import automations
 
     heartbeats = lambda: EventFilter(event=EventNameFilter(name=["prefect.flow-run.heartbeat"]))  # noqa: E731
-    automations.create(automations.find_dead(SHORT))
+    automations.replace(automations.end_dead(SHORT))
     sleeper = subprocess.Popen(
         [sys.executable, "-c", SLEEPER], env={**server, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
     )

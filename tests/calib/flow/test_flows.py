@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -10,10 +11,9 @@ import tiny_artifact
 from patience import until
 
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.evaluate import quality_checks
+from kvq_calib.evaluate.quality_checks import DriftCheck, check_drift
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import resolve as registry
-from kvq_runtime.registry.rating import Bounds
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 NAME = "tiny-model-aqua-2bit"
@@ -104,7 +104,7 @@ def test_a_failed_gate_is_in_the_state_the_record_and_the_exit_code(model, serve
     inner = [run.state for run in mine("flow_runs") if run.state_name == "GateFailed"]
     assert len(inner) == 1 and inner[0].type.value == "FAILED" and inner[0].message in state.message
     for run in mine("flow_runs"):  # both, as `prefect flow-run logs` shows them
-        assert [line for line in until(lambda run=run: logged(run)) if line == state.message], logged(run)
+        assert [line for line in until(lambda run=run: logged(run)) if line in state.message], logged(run)
     (run,) = (tmp_path / "kvq-home" / "runs").iterdir()
     record = json.loads((run / "evaluation.json").read_text())[0]
     assert record["result"]["gate"]["failed"][0] in state.message
@@ -138,24 +138,51 @@ def test_a_failed_gate_is_known_when_an_answer_is_lost(model, server, losing, mo
     assert f"{NAME} was not published. KL" in capsys.readouterr().err
 
 
-def test_a_model_that_fails_does_not_stop_the_night(model, server, tmp_path):
+def test_a_model_that_fails_does_not_stop_the_night(model, server, tmp_path, caplog):
     from pipelines.flows import nightly
 
+    (tmp_path / "gone").mkdir()
     gone = str(tmp_path / "gone")
-    state = nightly([gone, model], **small(model), return_state=True)
+    state = nightly([{"model": one, **small(model)["settings"]} for one in (gone, model)], return_state=True)
+    assert gone in caplog.text and "Traceback" not in caplog.text
     assert state.is_failed() and state.message.startswith(f"{gone}: ") and model not in state.message.replace(gone, "")
     assert registry.resolve(NAME).version == "1.0.0"
 
 
-def test_a_name_that_is_no_model_is_told_before_the_night(server, monkeypatch):
+def test_a_wrong_entry_is_told_before_the_night_and_stops_no_other(server, monkeypatch):
     from pipelines import flows
 
-    told, before = list[str](), list[list[str]]()
+    told, before = list[str](), list[Any]()
     monkeypatch.setattr(flows, "get_run_logger", lambda: SimpleNamespace(error=told.append))
-    monkeypatch.setattr(flows, "calibrated", lambda *_: before.append([*told]) or [])
-    state = flows.nightly(["demo", "nosuch", "demo"], return_state=True)
-    assert [len(one) for one in before] == [1, 1] and told[0].startswith("nosuch: model 'nosuch' is no folder")
-    assert state.is_failed() and state.message == told[0]
+    monkeypatch.setattr(flows, "calibrated", lambda job, _: before.append((job.samples, [*told])) or [])
+    wrong = [{"model": "nosuch"}, {"recipes": ["aqua-2bit"]}, "demo", {"model": "demo", "max_kl": -1}]
+    state = flows.nightly([{"model": "demo", "samples": 4}, *wrong, {"model": "demo", "samples": 8}], return_state=True)
+    assert before == [(4, told), (8, told)] and state.is_failed() and state.message == told[0]
+    for message in (
+        "nosuch: model 'nosuch' is no f",
+        "entry 3: model: Field required",
+        "entry 4: ",
+        "demo: --max-kl -1",
+    ):
+        assert message in told[0]
+    monkeypatch.setattr(flows, "measure", lambda check: before.append(check.artifacts) or [])
+    before.clear()
+    checks = [{"model": "demo", "artifact": "x"}, {"model": "demo", "artifacts": [NAME]}]
+    state = flows.drift(checks, return_state=True)
+    assert state.is_failed() and "artifact: Unexpected" in state.message and before == [[NAME]]
+
+
+def test_a_refusal_is_logged_without_its_traceback_and_a_defect_with_it(server, monkeypatch, caplog):
+    from pipelines import flows
+
+    for error, traced in ((ValueError("of a setting"), False), (KeyError("of a defect"), True)):
+
+        def fails(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(flows, "calibrated", fails)
+        assert flows.nightly([{"model": "demo"}], return_state=True).is_failed()
+        assert "demo: " in caplog.text and ("Traceback" in caplog.text) == traced
 
 
 def test_drift_is_told_and_on_record(model, server):
@@ -164,10 +191,10 @@ def test_drift_is_told_and_on_record(model, server):
 
     on_demand(model, **small(model, seed=2))
     place, given = registry.open_registry(), {"model": model, "corpus": f"{model}/corpus.txt", "windows": 2}
-    given |= {"length": 384}
-    state = check([NAME], max_kl=1e-12, **given, return_state=True)
+    given |= {"artifacts": [NAME], "length": 384}
+    state = check([given | {"max_kl": 1e-12}], return_state=True)
     assert state.name == "Drifted" and state.is_failed() and f"{NAME}@1.0.0 has drifted. KL" in state.message
-    assert check([NAME], max_kl=100.0, max_perplexity_ratio=2.0, **given) == [f"{NAME}@1.0.0"]
+    assert check([given | {"max_kl": 100.0, "max_perplexity_ratio": 2.0}]) == [f"{NAME}@1.0.0"]
     kept = place.evaluations(registry.resolve(NAME).sha256)
     assert sorted(len(one["result"]["gate"]["failed"]) for one in kept if "gate" in one["result"]) == [0, 1]
 
@@ -177,4 +204,4 @@ def test_a_drift_check_of_what_is_withdrawn_measures_nothing_and_says_so(model, 
     place.publish(NAME, tiny_artifact.data())
     place.yank(NAME, "1.0.0", "of the wrong text")
     with pytest.raises(NotFound, match=f"every version of {NAME} is yanked, and no alias production points to one"):
-        quality_checks.check_drift([NAME], str(model), "demo", Bounds(1.05), seed=0, registry_url=place.url)
+        check_drift(DriftCheck(model, [NAME], registry=place.url))

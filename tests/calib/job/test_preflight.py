@@ -16,7 +16,6 @@ from kvq_calib.model import find
 from kvq_calib.run import plan as plans
 from kvq_runtime.errors import NotFound
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry.rating import Bounds
 
 PLENTY = 1 << 50
 
@@ -66,7 +65,7 @@ def test_names_that_are_none_are_told_before_a_model_is_fetched(job, monkeypatch
     with pytest.raises(NotFound, match="no recipe 'aqua-9bit'"):
         prepare(replace(job, recipes=("aqua-9bit",)))
     with pytest.raises(NotFound, match="nosuch"):
-        quality_checks.check_drift(["nosuch"], "demo", "demo", Bounds(1.05), seed=0)
+        quality_checks.check_drift(quality_checks.DriftCheck("demo", ["nosuch"]))
 
 
 @pytest.mark.parametrize(

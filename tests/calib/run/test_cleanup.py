@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvq_calib.run import checkpoint, cleanup
+from kvq_calib.run import checkpoint
 
 DAY = 86400
 
@@ -58,7 +58,7 @@ def test_a_run_at_work_stays_and_a_killed_deletion_is_finished(runs, as_json, mo
     assert (runs / "fitted-old" / "plan.json").exists()
     (runs / "again").mkdir()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(cleanup.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        cleanup.delete(runs / "again")
+        patched.setattr(checkpoint.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        checkpoint.delete(runs / "again")
     assert not (runs / "again").exists()
     assert outcomes(as_json("gc", "--delete"))[".again"] == "deleted" and not (runs / ".again").exists()
