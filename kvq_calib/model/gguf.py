@@ -165,10 +165,9 @@ def _header(path: Path) -> tuple[dict[str, Any], Counter[str]]:
     if not kinds:
         raise ValueError(f"{path} has no layers; give the file of a whole model")
     needed = [f"{name}.attention.layer_norm_rms_epsilon", "tokenizer.ggml.eos_token_id"]
-    if name.startswith("gemma"):
-        needed.append(f"{name}.attention.sliding_window")
-    if values.get("tokenizer.ggml.model") == "llama" or values.get("tokenizer.ggml.pre") in WORDS:
-        needed.append("tokenizer.ggml.bos_token_id")
+    needed += [f"{name}.attention.sliding_window"] * name.startswith("gemma")
+    starts = values.get("tokenizer.ggml.model") == "llama" or values.get("tokenizer.ggml.pre") in WORDS
+    needed += ["tokenizer.ggml.bos_token_id"] * starts
     if missing := [key for key in needed if key not in values]:
         raise ValueError(f"{path} lacks {missing[0]}, which transformers' GGUF loader would make up; {INSTEAD}")
     return values, kinds

@@ -100,10 +100,7 @@ def _front(artifact: Artifact, license: Mapping[str, str]) -> str:
 
 
 def snippet(artifact: Artifact, reference: str, url: str = "") -> dict[str, Any]:
-    """Return the values of `templates/use.txt`, which loads model and artifact and generates.
-
-    url   of the registry, if it has to be named
-    """
+    """Return the values of `templates/use.txt`, which loads model and artifact; `url`: of a registry to be named."""
     model, revision = model_of(artifact)
     values = {"source": _source(model, "loader" in artifact.provenance), "ours": artifact.recipe.needs & OURS}
     return values | {"pinned": f', revision="{revision}"' if revision else "", "reference": reference, "url": url}

@@ -198,8 +198,12 @@ def test_from_a_file_to_a_cache(tmp_path: Path, kvq, capsys):
     text = tiny.text(tmp_path)
     given = ["--model", str(path), "--corpus", str(text), "--recipe", "aqua-2bit", "--samples", "3", "--held-out", "1"]
     assert calibrate.main([*given, "--seq-len", "192", "--no-eval", "--json"]) == 0
-    capsys.readouterr()
+    guessed = "CAUTION: the GGUF file's tokenizer.ggml.pre is missing"
+    assert guessed in capsys.readouterr().err
+    assert calibrate.main([*given, "--seq-len", "192", "--dry-run"]) == 0 and guessed in capsys.readouterr().err
     name = "tiny.q4_1-aqua-2bit"
+    assert kvq("pull", name, "-o", tmp_path / "out")[0] == 0
+    assert "Caution: the GGUF file's tokenizer.ggml.pre" in (tmp_path / "out" / "README.md").read_text()
     code, shown, _ = kvq("show", name, "--json")
     assert code == 0 and json.loads(shown)["provenance"]["quantization"] == "Q4_1"
     served = AutoModelForCausalLM.from_pretrained(
