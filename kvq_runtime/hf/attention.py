@@ -60,6 +60,7 @@ class KVQLayer(CacheLayerMixin):
         self.blocks, self.index, self.current, self.decodes = blocks, index, current, decodes
         self.first = True
 
+    @torch.compiler.disable  # it counts on the host, so that a compiled model would be compiled anew for every length
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take in keys and values [B, H, T, D] and return all of them, history decoded.
 
@@ -68,7 +69,7 @@ class KVQLayer(CacheLayerMixin):
         device = key_states.device.type
         if device != "meta" and torch.is_autocast_enabled(device):  # which would round what we multiply
             with torch.autocast(device, enabled=False):
-                return KVQLayer.update(self, key_states, value_states)
+                return KVQLayer.update(self, key_states, value_states)  # type: ignore[attr-defined]
         current = self.current
         if self.index == 0:  # the first layer of a pass takes up what was announced
             current.attended, current.announced = bool(current.announced), None
@@ -137,6 +138,7 @@ class KVQLayer(CacheLayerMixin):
 _newest: ContextVar[tuple[KVQLayer, Tensor] | None] = ContextVar("the newest keys of a KVQLayer", default=None)
 
 
+@torch.compiler.disable
 def attention(
     module: nn.Module,
     query: Tensor,

@@ -22,7 +22,6 @@ from kvq_runtime.codec.key_bias import centred, nonzero, tensors
 from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
-from kvq_runtime.ops.dispatch import runs_kernel
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.positions import Positions
@@ -244,6 +243,7 @@ def hook(model: PreTrainedModel) -> None:
         decoder.register_forward_pre_hook(announce_pass, with_kwargs=True)
 
 
+@torch.compiler.disable
 def announce_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Announce the decoder's next pass to the cache among its arguments; refuse one of no token, or of tokens that the
     cache holds. A whole text, as assisted decoding hands on once, goes on behind these.
@@ -302,9 +302,9 @@ def _first_position(held: Positions, kwargs: Mapping[str, Any], count: int) -> i
     positions_BT, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if positions_BT is None or positions_BT.ndim != 2 or held.real_BT is not None or held.positions_BT is not None:
         return held.seen
-    if count == 1 and runs_kernel(positions_BT):
+    if count == 1 and positions_BT.is_cuda:
         return held.seen
-    real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else real_tokens(mask, count)
+    real = mask if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2) else real_tokens(mask, count)
     return held.seen if real is not None and not bool(real.all()) else int(positions_BT[:, 0].min())
 
 

@@ -134,7 +134,7 @@ class Positions:
 
     def rope(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the slots from `start` to `stop`, [B or 1, T, K] each."""
-        rotary = self.require()
+        rotary = self.rotary or self.require()
         positions_BT = self.tokens_BT if self.positions_BT is None else self.positions_BT
         if positions_BT is None:
             return rotary.tables(torch.arange(start, stop, device=rotary.frequencies_K.device)[None])
