@@ -22,6 +22,7 @@ from kvq_runtime.codec.key_bias import centred, nonzero, tensors
 from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
+from kvq_runtime.ops.dispatch import runs_kernel
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.positions import Positions
@@ -297,15 +298,18 @@ def announce_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
 
 
 def _first_position(held: Positions, kwargs: Mapping[str, Any], count: int) -> int:
-    """Return the first position of a pass where each token's is its number; else, or if it is not told, how many are
-    held. A step of one token on a GPU is not asked: it would wait for the device."""
+    """Return the least first position of a pass, of the rows in which each token's is its number; else, or if it is not
+    told, how many are held. A step of one token on a GPU is not asked: it would wait for the device."""
     positions_BT, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if positions_BT is None or positions_BT.ndim != 2 or held.real_BT is not None or held.positions_BT is not None:
+    if positions_BT is None or positions_BT.ndim != 2 or (count == 1 and runs_kernel(positions_BT)):
         return held.seen
-    if count == 1 and positions_BT.is_cuda:
-        return held.seen
+    first_B = positions_BT[:, 0]
     real = mask if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2) else real_tokens(mask, count)
-    return held.seen if real is not None and not bool(real.all()) else int(positions_BT[:, 0].min())
+    for real_BT in (real, held.real_BT):
+        first_B = first_B if real_BT is None else first_B.where(real_BT.bool().all(1), held.seen)
+    if held.positions_BT is not None:
+        first_B = first_B.where(held.positions_BT[:, -1] + 1 == held.seen, held.seen)
+    return int(first_B.min())
 
 
 def _behind(length: int, count: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:

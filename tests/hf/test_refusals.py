@@ -207,15 +207,19 @@ def test_a_shorter_prompt_into_a_full_cache_is_refused_and_changes_nothing():
     assert torch.equal(again, fresh)
 
 
-@pytest.mark.parametrize(("held", "length"), [(42, 41), (42, 30), (43, 22)])
-def test_tokens_that_the_cache_holds_are_not_taken_in_again(held, length, monkeypatch):
+@pytest.mark.parametrize(("rows", "held", "length"), [(1, 42, 41), (2, 42, 30), (1, 43, 22)])
+def test_tokens_that_the_cache_holds_are_not_taken_in_again(rows, held, length, monkeypatch):
     """`generate` hands on the last tokens of a prompt that is shorter than the cache, as if they were new."""
     model, asked = random_model("llama"), {"do_sample": False, "pad_token_id": 1}
     cache = kvq("higgs-2bit", model)
-    model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=held - 39, **asked)
+    mask = torch.ones(rows, 40, dtype=torch.int64)
+    mask[1:, :3] = 0  # of two rows one is padded: the other tells
+    model.generate(prompt(rows), attention_mask=mask, past_key_values=cache, max_new_tokens=held - 39, **asked)
     monkeypatch.setattr(cache.blocks, "take", None)
+    other = {"attention_mask": torch.ones(rows, length, dtype=torch.int64)}
+    other["attention_mask"][1:, :5] = 0
     with pytest.raises(ValueError, match=f"holds {held} tokens, .* again those from position {held - length} on: crop"):
-        model.generate(prompt(1, length), past_key_values=cache, max_new_tokens=4, **asked)
+        model.generate(prompt(rows, length), past_key_values=cache, max_new_tokens=4, **asked, **other)
     assert cache.get_seq_length() == held
 
 
