@@ -210,7 +210,7 @@ def scores(
     groups = tokens_BT.split(rows_of(length, model.device))
     for number, group in enumerate(groups, 1):
         units = {name: {"score": name, "tokens": digest_of(group), "step": step} for name in totals}
-        found = {name: saved.read(**unit) for name, unit in units.items()}
+        found: dict[str, Any] = {name: saved.read(**unit) for name, unit in units.items()}
         left = [name for name in totals if found[name] is None]
         progress(group.numel() * (len(totals) - len(left)))
         states: dict[str, State] = {}
