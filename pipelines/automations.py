@@ -21,7 +21,8 @@ RUNS: Any = {"prefect.resource.id": "prefect.flow-run.*"}
 DEPLOYED: Any = {"prefect.resource.role": "deployment"}  # runs of deployments have one, and their subflows none
 CALIBRATIONS: Any = {"prefect.resource.role": "flow", "prefect.resource.name": "kvq-calibrate"}
 ENDS = "Failed", "Crashed", "TimedOut", DRIFTED  # names of states without success
-PENDING = "Pending", "Submitting", "InfrastructurePending"  # names of states before Running
+FINAL = "Completed", "Failed", "Crashed", "Cancelled"
+STARTED = "Scheduled", "AwaitingRetry", "Running", "Cancelling", *FINAL  # what ends Pending and its substates
 SILENCE = timedelta(hours=36)
 ONCE = timedelta(minutes=1)  # in which the server may evaluate an event again, if the database was busy
 DEAD = timedelta(seconds=90)  # three heartbeats of 30 seconds
@@ -61,19 +62,21 @@ def report_silence(block: Any, within: timedelta = SILENCE) -> AutomationCore:
 
 def end_dead(dead: timedelta = DEAD, stranded: timedelta = STRANDED) -> list[AutomationCore]:
     """End runs whose process died (kill -9, a lost machine), in whatever state, so that they block no other run."""
-    died, minutes = "Its process died. A retry resumes.", stranded // timedelta(minutes=1)
+    died = "Its process died. A retry resumes."
     silent = f"No heartbeat for {dead.total_seconds():.0f} s. {died}"
     return [
-        _end("find the dead", ["heartbeat"], dead, StateType.CRASHED, silent),
-        _end("find the stranded", PENDING, stranded, StateType.CRASHED, f"Not started in {minutes} minutes. {died}"),
-        _end("end the cancelled", ["Cancelling"], stranded, StateType.CANCELLED, "Its process died."),
+        _end("find the dead", ["heartbeat"], ["*"], dead, StateType.CRASHED, silent),
+        _end("find the stranded", ["Pending"], STARTED, stranded, StateType.CRASHED, f"Never started. {died}"),
+        _end("end the cancelled", ["Cancelling"], FINAL, stranded, StateType.CANCELLED, "Its process died."),
     ]
 
 
-def _end(name: str, after: Sequence[str], within: timedelta, state: StateType, message: str) -> AutomationCore:
-    """Give a run this state if nothing is heard of it for this long after an event."""
+def _end(
+    name: str, after: Sequence[str], expect: Sequence[str], within: timedelta, state: StateType, message: str
+) -> AutomationCore:
+    """Give a run this state if, for this long `after` an event, none of the expected ones follows."""
     trigger = EventTrigger(
-        after=_events(*after), expect=_events("*"), match=RUNS, for_each={"prefect.resource.id"},
+        after=_events(*after), expect=_events(*expect), match=RUNS, for_each={"prefect.resource.id"},
         posture=Posture.Proactive, threshold=1, within=within,
     )  # fmt: skip
     end = ChangeFlowRunState(name=None, state=state, message=message, force=False)

@@ -182,7 +182,7 @@ def test_a_run_that_died_in_any_state_is_ended(server, enter):
         state = lambda run: client.read_flow_run(run).state  # noqa: E731
         until(lambda: all(state(run).is_final() for run in begun))
         assert [state(run).name for run in begun] == ["Crashed", "Crashed", "Cancelled"]
-        assert state(begun[1]).message.startswith("Not started in ") and state(alive).is_running()
+        assert state(begun[1]).message.startswith("Never started. ") and state(alive).is_running()
 
 
 def test_the_start_of_the_service_ends_what_an_earlier_one_left(server, enter, monkeypatch):

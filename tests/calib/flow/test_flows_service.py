@@ -117,10 +117,9 @@ def test_a_run_is_killed_and_resumed_and_a_failed_gate_is_reported(tmp_path, mon
             until(lambda: not states(client, "kvq-calibrate", "Running"))
             asked = client.read_deployment_by_name("on-demand/on-demand")
             client.create_flow_run_from_deployment(asked.id)
-            until(lambda: len(heard) == 2)
-            assert "Its process died" in heard[0] or "exited with" in heard[0], heard
+            told = until(lambda: [text for text in heard if "was not published. KL" in text])
             (failed,) = states(client, "kvq-calibrate", "GateFailed")
-            assert failed.state.message in heard[1] and "was not published. KL" in heard[1]
+            assert failed.state.message in told[0]
             assert list(registry.open_registry().state("tiny-model-aqua-2bit").versions) == ["1.0.0"]
             started += family(service)
     finally:
