@@ -50,6 +50,7 @@ def test_an_exact_prefix_gives_the_same_answer_after_a_restart(tmp_path, model):
     longer = torch.cat([expected, prompt(1, 20, seed=1)], 1)  # the next turn finds prompt and answer
     assert again.load(longer).get_seq_length() == 80
     assert torch.equal(answer(again, longer), model.generate(longer, **NEW))
+    assert torch.equal(answer(again, longer, prompt_lookup_num_tokens=4), model.generate(longer, **NEW))
 
 
 def test_an_artifact_of_this_model_is_kept_and_of_another_refused(tmp_path, model):
