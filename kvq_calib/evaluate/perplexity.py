@@ -299,10 +299,8 @@ def layered(
         states: list[Caches] = []
         for group in groups:
             embedded = stream.embed(group.long()).cpu()
-            own = {
-                name: None if name == REFERENCE else caches[name]() for name in {REFERENCE: 0, **dict.fromkeys(left)}
-            }
-            states.append({name: (embedded, cache) for name, cache in own.items()})
+            states.append({REFERENCE: (embedded, None)})
+            states[-1] |= {name: (embedded, caches[name]()) for name in left if name != REFERENCE}
         _through(stream, states, tokens_BT.numel() * len(left), progress)
         head, every = stream.head(), range(length)
         for group, own, scores, unit in zip(groups, states, results, units, strict=True):

@@ -60,11 +60,10 @@ class Protocol:
     by_layer: bool | None = None
 
     def __post_init__(self):
-        if self.protocols is None:
-            return
-        if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
+        names = (FULL,) if self.protocols is None else self.protocols
+        if not names or not set(names) <= set(PROTOCOLS):
             raise ValueError(f"protocols={self.protocols!r}; use some of {PROTOCOLS}, or None")
-        if self.by_layer and FULL not in self.protocols:
+        if self.by_layer and FULL not in names:
             raise ValueError(f"protocols={self.protocols!r}: {perplexity.ONLY_FULL}; use --protocol full")
 
     def candidate(self, given: Candidate) -> Candidate:
@@ -203,11 +202,8 @@ class _Work:
         scores: dict[str, dict[str, Score]] = {name: {} for name in protocols}
         enough = (perplexity.precise,) if protocol.precise else ()
         for name in scores:
-            suited = {
-                digest: one
-                for digest, one in candidates.items()
-                if name in protocol.of([one.recipe]) and self._refusal(name, one.recipe) is None
-            }
+            asked = {digest: one for digest, one in candidates.items() if name in protocol.of([one.recipe])}
+            suited = {digest: one for digest, one in asked.items() if self._refusal(name, one.recipe) is None}
             self.progress(tokens_BT.numel() * (len(candidates) - len(suited) + (not suited)))
             if not suited:
                 continue

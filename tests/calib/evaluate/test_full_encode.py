@@ -268,7 +268,13 @@ def test_predicted_blocks_are_encoded_at_once(small, monkeypatch):
 def evaluated(small, names, length=256, **settings):
     batch = corpus.select(str(tiny.text(small.folder)), small.folder, 2, length, 0, "held-out")
     candidates = [find(name, small.files) for name in names]
-    return record.evaluate(small.files, batch, candidates, record.Protocol(protocols=PROTOCOLS, **settings))
+    return record.evaluate(small.files, batch, candidates, record.Protocol(**{"protocols": PROTOCOLS} | settings))
+
+
+def test_in_use_is_measured_by_default_where_there_is_no_full_encode(small):
+    one, other = evaluated(small, ["kivi-2bit", "subkv-2bit"], recent=0, protocols=None)
+    assert list(one["result"]["protocols"]) == one["protocol"]["protocols"] == ["full"]
+    assert other["protocol"]["protocols"] == ["full", "in-use"] and parse(other).decisive[0] == "in-use"
 
 
 def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):
