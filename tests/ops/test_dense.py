@@ -34,3 +34,19 @@ def test_formulas(softmax, queries, read, masked, monkeypatch):
             own = s[:, :0] if softmax.logit_H is None else softmax.logit_H[head].double().expand(queries, 1)
             p = torch.cat([s, own], 1).softmax(-1)[:, :read]
             torch.testing.assert_close(found[row, head], (p @ v[row, head // 2].double()).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_sums_of_parts_are_the_softmax_of_the_whole_however_large_scores_are():
+    """Parts of a text one after another, the first unseen by some rows, against torch's softmax of all of it."""
+    generator = torch.Generator().manual_seed(0)
+    q_YND, v_YTD = torch.randn(2, 5, 8, generator=generator), torch.randn(2, 30, 8, generator=generator)
+    s_YNT = 400 * torch.randn(2, 5, 30, generator=generator)
+    s_YNT[:, 3:, :10] = -torch.inf
+    sums = dense.OnlineSoftmax(q_YND)
+    for part in (slice(0, 10), slice(10, 17), slice(17, 30)):
+        sums.add(s_YNT[..., part].clone(), lambda w_YNT, part=part: w_YNT @ v_YTD[:, part])
+    torch.testing.assert_close(sums.attended_YND, s_YNT.softmax(-1) @ v_YTD)
+    torch.testing.assert_close(sums.top_YN + sums.total_YN.log(), s_YNT.logsumexp(-1))
+    unseen = dense.OnlineSoftmax(q_YND)
+    unseen.add(torch.full((2, 5, 4), -torch.inf), lambda w_YNT: w_YNT @ v_YTD[:, :4])
+    assert not unseen.attended_YND.any()

@@ -249,3 +249,8 @@ def test_a_model_hands_its_queries_to_the_fit():
         expected = fit_row(cache.blocks.recipe, 1, "key", geometry, unused, {"before": seen[0][index]}.__getitem__)
         for field, tensor in codec.tensors.items():
             assert error(tensor.float(), expected.tensors[field].float()) < 0.01, field
+
+
+def test_a_row_has_a_block_of_tokens_at_least_before_it_is_fitted():
+    assert PromptFit().enough(sinks=4, block=128) == 128 and PromptFit().enough(sinks=200, block=128) == 201
+    assert PromptFit(fit_tokens=300).enough(sinks=4, block=128) == 300
