@@ -32,3 +32,12 @@ def test_a_name_left_by_a_dead_process_is_lasting_before_the_next_name(tmp_path)
     assert (died.code, after.code) == (-9, 0)
     assert sorted(os.listdir(folder / "events")) == ["1.json", "2.json"]
     Disk().play(died.steps + after.steps)
+
+
+def test_a_name_that_another_process_claimed_is_made_durable_too(tmp_path, monkeypatch):
+    """Its process may have died between the link and the synchronisation of the folder."""
+    assert files.claim(tmp_path / "name", b"first", tmp_path)
+    synced = list[Path]()
+    monkeypatch.setattr(files, "sync", synced.append)
+    assert not files.claim(tmp_path / "name", b"second", tmp_path)
+    assert synced[-1] == tmp_path and len(synced) == 2
