@@ -309,7 +309,7 @@ class BlockCache:
         return next(filter(None, reasons), None)
 
     def _warn_of_collapse(self, errors: Mapping[int, Tensor]) -> None:
-        """Log, once, that keys of the first blocks lost more than COLLAPSE times what differs between tokens; asks the device."""
+        """Log, once, that keys of the first blocks lost more than COLLAPSE times what differs between tokens; waits."""
         of_layers = dict(zip(errors, torch.stack([*errors.values()]).tolist(), strict=True))
         worst = max(of_layers, key=of_layers.__getitem__)
         if of_layers[worst] > COLLAPSE:
