@@ -121,7 +121,7 @@ class DriftCheck:
 
     @property
     def bounds(self) -> Bounds:
-        """The bounds; ValueError without one."""
+        """Return the bounds; ValueError without one."""
         bounds = Bounds(self.max_perplexity_ratio, self.max_kl, self.max_beyond)
         if not bounds.given:
             raise ValueError("a drift check needs a bound: max_perplexity_ratio, max_kl, or both")

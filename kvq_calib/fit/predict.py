@@ -170,7 +170,7 @@ def round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor) 
 
 
 def inverse_root(covariance_II: Tensor, count: int = 0) -> Tensor:
-    """The upper triangular U with UᵀU the inverse, float64: of a Cholesky factor from the last input to the first.
+    """Return the upper triangular U with UᵀU the inverse, float64: a Cholesky factor from the last input to the first.
 
     count   samples that the covariance is of, as `cholesky` has it
     """

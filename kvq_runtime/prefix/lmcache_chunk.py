@@ -143,7 +143,14 @@ def read_settings(settings: Mapping[str, Any]) -> ChunkCodecs:
             raise ValueError(f"{name}={value!r:.80}; give text")
     model, revision = settings["model"], settings.get("revision")
     served, config = served_recipe.read(settings["cache"]), served_recipe.model_config(model, revision)
-    if served.artifact is None:  # a mean after RoPE needs positions: keys keep their bias
+    if served.artifact is None and served.recipe.key_bias != "kept":  # a mean after RoPE needs positions
+        biased = served_recipe.key_biases(served_recipe.model_folder(model, revision), config)
+        if biased and any(key.axis == "token" and not key.quantize.keeps_dtype for key, _ in served.recipe.pairs):
+            name = served.recipe.name
+            raise ValueError(
+                f"{name} rounds keys by token, and k_proj of {model} has a bias, which LMCache's chunks keep, as they "
+                f"tell no positions; use a recipe by channel, as kivi-4bit, or {name}+key_bias=kept"
+            )
         served = replace(served, recipe=replace(served.recipe, key_bias="kept"))
     served, geometry = served_recipe.match(served, config, model, revision)
     check_recipe(served.recipe.check(geometry))

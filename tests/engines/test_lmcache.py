@@ -53,7 +53,7 @@ LAYOUTS = {
 
 
 def serde(recipe: str) -> dict:
-    return {"type": "kvq", "cache": recipe, "model": str(ROOT / "artifacts" / "demo-model")}
+    return {"type": "kvq", "cache": f"{recipe}+key_bias=kept", "model": str(ROOT / "artifacts" / "demo-model")}
 
 
 def chunks() -> list[torch.Tensor]:

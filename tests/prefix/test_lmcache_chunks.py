@@ -174,7 +174,7 @@ def test_another_model_of_the_same_name_is_told_by_its_files(demo_model: Path, t
     """A fine-tune, another RoPE or another quantization in the same folder."""
     for file in ("config.json", "model.safetensors"):
         shutil.copyfile(demo_model / file, tmp_path / file)
-    settings = {"cache": "lloyd-3bit", "model": str(tmp_path)}
+    settings = {"cache": "lloyd-3bit+key_bias=kept", "model": str(tmp_path)}
     models = [read_settings(settings).model, read_settings(settings).model]
     weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
     safetensors.torch.save_file({name: x * 1.5 for name, x in weights.items()}, tmp_path / "model.safetensors")
@@ -187,13 +187,15 @@ def test_another_model_of_the_same_name_is_told_by_its_files(demo_model: Path, t
 
 def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_path: Path):
     demo, config = str(demo_model), model_config(str(demo_model), None)
-    assert read_settings({"cache": "lloyd-3bit", "model": demo}).geometry == Geometry(6, 2, 64)
+    for served in ("kivi-4bit", "exact", "lloyd-3bit+key_bias=kept"):
+        assert read_settings({"cache": served, "model": demo}).geometry == Geometry(6, 2, 64)
     sliding = {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"] * 3,
                "sliding_window": 64}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(dict(config) | sliding))
     for settings, message in [
         ({"model": demo}, "give cache and model"), ({"cache": 3, "model": demo}, "cache=3; give text"),
         ({"cache": "aqua-2bit", "model": demo}, "fitted"), ({"cache": "exact-pre", "model": demo}, "positions"),
+        ({"cache": "lloyd-3bit", "model": demo}, "has a bias.*kivi-4bit.*lloyd-3bit.key_bias=kept"),
         ({"cache": "lloyd-3bit", "model": "no/such"}, "no config.json of no/such"),
         ({"cache": "lloyd-3bit", "model": str(tmp_path)}, "slide or recur"),
     ]:  # fmt: skip
