@@ -5,7 +5,8 @@ Window    which tokens stay exact, and how many are encoded together; one for ke
 Recipe    a Scheme for keys, one for values, other Schemes for single layers, the Window, and policies: which tokens are
           held or read, if not all, and when
 Family    the recipes of one method, by name
-position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
+position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them · "segment": less the angle
+          of the middle of their segment, so that RoPE turns them by their place in it alone
 
 What a stage is, and a Scheme, is in `stages/stage.py`; each says itself what it cannot be combined with.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvq_runtime.errors import NotFound, check_type
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
@@ -25,7 +26,7 @@ from kvq_runtime.policy_setting import PolicySetting, policy_kinds
 from kvq_runtime.stages.kinds import check_keys, kinds, stage_from, stage_json
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
-Position = Literal["pre", "post"]
+Position = Literal["pre", "post", "segment"]
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 
 
@@ -35,13 +36,15 @@ class Recipe:
 
     key        the stages that keys of every layer go through
     value      the same of values
-    position   "pre": keys are encoded as they are before RoPE · "post": as the model caches them
+    position   "pre": keys are encoded as they are before RoPE · "post": as the model caches them · "segment": turned
+               back by the position τ of the middle of their segment, k' = R_{-τ} k
     layers     layer → other stages of its keys and values
     window     which tokens stay exact, and how many are encoded together
     policies   choices about tokens: which are held, read, or kept exact for longer, and what is fitted to the prompt;
                none: all tokens are held and read, and `window` alone says which are exact
     key_bias   "removed": keys without a prediction are encoded less the bias of the model's k_proj, if it has one ·
                "kept": as they are (`kvq_runtime/codec/key_bias.py`)
+    segment    tokens of a segment, which divide a block
     """
 
     name: str
@@ -53,6 +56,7 @@ class Recipe:
     window: Window = field(default_factory=Window)
     policies: tuple[PolicySetting, ...] = ()
     key_bias: Literal["removed", "kept"] = "removed"
+    segment: int = 32
 
     def __repr__(self) -> str:
         about = self.summary or f"{self.key.quantize.kind} keys, {self.value.quantize.kind} values"
@@ -117,7 +121,7 @@ class Recipe:
 
         Queries that choose chunks are not among it: where nobody tells them, all tokens are read.
         """
-        turned = self.position == "pre" or any(key.predict is not None for key, _ in self.pairs)
+        turned = self.position != "post" or any(key.predict is not None for key, _ in self.pairs)
         return frozenset({"positions"} if turned else ()).union(*(policy.needs(self) for policy in self.policies))
 
     @property
@@ -143,8 +147,18 @@ class Recipe:
 
         Every stage and policy says so itself; with a geometry they are asked about its heads and layers, too.
         """
-        if self.position not in ("pre", "post"):
-            raise ValueError(f'{self.name}: position={self.position!r}; use "pre" or "post"')
+        if self.position not in get_args(Position):
+            raise ValueError(f"{self.name}: position={self.position!r}; use one of {get_args(Position)}")
+        if self.position == "segment" and (self.segment < 2 or self.window.block % self.segment):
+            raise ValueError(
+                f"{self.name}: segment={self.segment}; use a divisor of the {self.window.block} tokens of a block, at "
+                "least 2"
+            )
+        if self.position == "segment" and self.policies:
+            kinds_here = ", ".join(policy.kind for policy in self.policies)
+            raise ValueError(
+                f'{self.name}: position="segment" needs every token in its place, without {kinds_here}; drop it'
+            )
         if self.key_bias not in ("removed", "kept"):
             raise ValueError(f'{self.name}: key_bias={self.key_bias!r}; use "removed" or "kept"')
         for pair in self.pairs:
@@ -193,6 +207,7 @@ class Recipe:
             "summary": self.summary,
             "position": self.position,
             **kept,
+            **({"segment": self.segment} if self.position == "segment" else {}),
             "window": dataclasses.asdict(self.window),
             **_pair_json(self.key, self.value),
             "layers": {str(layer): _pair_json(*pair) for layer, pair in sorted(self.layers.items())},
@@ -202,11 +217,14 @@ class Recipe:
     @staticmethod
     def from_json(stated: Any) -> "Recipe":
         """Read a recipe. ValueError: a key, kind or type that is unknown, or what cannot be."""
-        optional = {"summary", "position", "key_bias", "window", "layers", "policies"}
+        optional = {"summary", "position", "key_bias", "segment", "window", "layers", "policies"}
         check_keys(stated, {"name", *ROLES} | optional, "recipe", optional)
         for name in ("name", "position", "key_bias", "summary"):
             if not isinstance(stated.get(name, ""), str):
                 raise ValueError(f"recipe: {name} must be text, not {stated[name]!r}")
+        segment = stated.get("segment", 32)
+        if type(segment) is not int:
+            raise ValueError(f"recipe: segment must be a whole number, not {segment!r:.200}")
         layers, window, policies = stated.get("layers", {}), stated.get("window", {}), stated.get("policies", [])
         if not isinstance(layers, dict) or any(layer not in map(str, range(1 << 12)) for layer in layers):
             raise ValueError("recipe: layers must be an object whose names are layer numbers")
@@ -219,6 +237,7 @@ class Recipe:
             name=stated["name"],
             position=stated.get("position", "post"),
             key_bias=stated.get("key_bias", "removed"),
+            segment=segment,
             key=_scheme_from(stated["key"]),
             value=_scheme_from(stated["value"]),
             layers={int(n): (_scheme_from(pair["key"]), _scheme_from(pair["value"])) for n, pair in layers.items()},

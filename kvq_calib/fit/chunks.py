@@ -36,8 +36,10 @@ def blocks(recipe: Recipe, role: Role, geometry: Geometry, x_NTC: Tensor, tables
     size, sinks = recipe.window.block, recipe.window.sinks
     count, rows = x_NTC.shape[1] // size, len(x_NTC)
     source = torch.arange(count * size, device=x_NTC.device).clamp(min=sinks)[None]
-    turn = "apply" if role == "key" and recipe.position == "post" else None
-    x, rope = block_input(x_NTC.float(), source, tables, turn, geometry.kv_heads)
+    segment = recipe.segment if role == "key" and recipe.position == "segment" else 0
+    turn = "apply" if role == "key" and recipe.position != "pre" else None
+    whole = (tables[0][:, : count * size], tables[1][:, : count * size])
+    x, rope = block_input(x_NTC.float(), source, whole, turn, geometry.kv_heads, segment)
     assert rope is not None, "tables were given"
     mask = (torch.arange(count * size, device=x.device) >= sinks).expand(rows, -1)
 

@@ -12,18 +12,21 @@ Source: Cover and Thomas, 2006, section 10.3.3; Shoham and Gersho, 1988 (whole b
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq_calib.fit.chunks import Chunk
-from kvq_calib.fit.rotate import metric
+from kvq_calib.fit.rotate import directions
 from kvq_calib.fit.scheme import Empty, LayerSource, SchemeFit, Summed
 from kvq_calib.fit.statistics import CrossMoments
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import mixed
 from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistic, Statistics
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.stages.latent import Mixed
+from kvq_runtime.stages.stage import Scheme
 
 RIDGE = 0.1  # of the variance of a channel: what tells importance is fitted to few tokens, and noisy gradients
 
@@ -73,17 +76,21 @@ def requests(stage: Mixed) -> tuple[Statistic[Tensor], ...]:
 
 def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, dict[str, Tensor]]:
     """Return the quantizer with the bits of its channels, and their scales."""
-    stage = schedule(stage, statistics.directions(metric(codec.scheme.rotate))[0])
+    variances_C = directions(codec.scheme, statistics, codec.geometry)[0]
+    stage = schedule(codec.scheme, variances_C, codec.geometry)
     stage, scales = mixed.solve(stage, statistics, codec)
     return stage, scales | ({"importance": statistics[Importance()]} if stage.weighed else {})
 
 
-def schedule(stage: Mixed, variances_C: Tensor) -> Mixed:
-    """Return the stage with the channels that are stored, of each width."""
+def schedule(scheme: Scheme, variances_C: Tensor, geometry: Geometry) -> Mixed:
+    """Return the scheme's quantizer with the channels that are stored, of each width."""
+    stage: Any = scheme.quantize
     if not stage.target:
         return stage
-    bits_C = water_fill(variances_C, stage.budget(len(variances_C)), stage.distortions())
-    return replace(stage, counts=counts(bits_C, stage.bits))
+    unit = stage.unit(scheme, geometry)
+    budget = stage.budget(geometry.width, geometry.kv_heads) // unit
+    bits_U = water_fill(variances_C.unflatten(0, (-1, unit)).sum(1), budget, stage.distortions())
+    return replace(stage, counts=tuple(unit * count for count in counts(bits_U, stage.bits)))
 
 
 def water_fill(variances_R: Tensor, budget: int, distortions: Sequence[float] | Tensor) -> list[int]:

@@ -24,8 +24,9 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import rotate
 from kvq_runtime.fit.fitting import fit_module
 from kvq_runtime.fit.statistics import QueryMoment, ResidualMoment, Statistic, Statistics, eigen
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.stages.rotate import Basis, GradientBasis, Oscar
-from kvq_runtime.stages.stage import Rotation
+from kvq_runtime.stages.stage import Rotation, Scheme
 
 PACKAGES = ("kvq_calib.fit",)  # a quantizer that takes latents has a `schedule` there: which are stored
 # Few gradients have most of the squares: at 2 bits, with M of half the text and this ridge, errors cost SmolLM2 0.99
@@ -83,10 +84,17 @@ def solve(stage: Basis | Oscar, statistics: Statistics, codec: Codec) -> tuple[B
         measured: Any = statistics[weighed]
         metric_HDD = measured.moment_HDD.double() if isinstance(weighed, QueryMoment) else measured
         return stage, {"rotation": torch.stack([spectral(metric_DD) for metric_DD in metric_HDD]).float()}
-    variances_C, matrices = statistics.directions(weighed)
-    quantize = codec.scheme.quantize
-    count = fit_module(quantize, PACKAGES).schedule(quantize, variances_C).stored(len(variances_C))
-    return stage, rotate.leading(matrices, count)
+    variances_C, matrices = directions(codec.scheme, statistics, codec.geometry)
+    quantize, heads = codec.scheme.quantize, codec.geometry.kv_heads
+    count = fit_module(quantize, PACKAGES).schedule(codec.scheme, variances_C, codec.geometry).stored(len(variances_C))
+    by_head = isinstance(stage, GradientBasis) and stage.group == "head"
+    return stage, rotate.leading(matrices, count // heads if by_head else count)
+
+
+def directions(scheme: Scheme, statistics: Statistics, geometry: Geometry) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the latent variances of a scheme and the matrices of its basis, of `Statistics.directions`."""
+    by_head = isinstance(scheme.rotate, GradientBasis) and scheme.rotate.group == "head"
+    return statistics.directions(metric(scheme.rotate), geometry.kv_heads if by_head else 0)
 
 
 def gradient_metric(moment_HDD: Tensor, ridge: float = RIDGE) -> Tensor:

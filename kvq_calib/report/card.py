@@ -139,6 +139,9 @@ def license_of(model: Path) -> dict[str, str]:
     return {name: str(front[name]) for name in LICENSE if front and front.get(name)}
 
 
+POSITIONS = {"pre": "before RoPE", "post": "after RoPE", "segment": "less the angle of their segment's middle"}
+
+
 def recipe_rows(artifact: Artifact) -> dict[str, str]:
     """Describe how keys and values are stored, and at how many bits."""
     row, shape = recipe_row(artifact.recipe, artifact.fingerprint.geometry), artifact.fingerprint.geometry
@@ -148,7 +151,7 @@ def recipe_rows(artifact: Artifact) -> dict[str, str]:
     cached += f"; {sliding.layers} slide over {sliding.window} tokens, in 16 bits" if sliding.layers else ""
     return {
         "recipe": f"`{row['name']}`",
-        "keys are encoded": "before RoPE" if row["position"] == "pre" else "after RoPE",
+        "keys are encoded": POSITIONS[row["position"]],
         "keys": f"`{row['keys']}`",
         "values": f"`{row['values']}`" if row["values"] != "as keys" else "as keys",
         "other layers": row["layers"] or "none",

@@ -123,7 +123,7 @@ def _drafted(recipe: Recipe) -> Recipe:
         predict: Any = scheme.predict
         predict = replace(predict, storage="bf16") if hasattr(predict, "storage") else predict
         quantize: Any = scheme.quantize
-        quantize = replace(quantize, gain=0, weighed=False)
+        quantize = replace(quantize, gain=0, gains=1, weighed=False)
         return replace(scheme, quantize=quantize, predict=predict)
 
     return with_each(recipe, plain)
@@ -138,19 +138,24 @@ def divided(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any
         (n, role) for n in range(geometry.layers) for role in ROLES if divides(recipe.scheme(n, role))
     ]
     stages: list[Any] = [recipe.scheme(layer, role).quantize for layer, role in places]
-    budget = sum(stage.budget(geometry.width) for stage in stages)
+    units = {stage.unit(recipe.scheme(*place), geometry) for place, stage in zip(places, stages, strict=True)}
+    if len(units) > 1:
+        raise ValueError("keys and values that share bits have unlike slabs or bases; give both the same")
+    unit = units.pop()
+    budget = sum(stage.budget(geometry.width, geometry.kv_heads) for stage in stages) // unit
     if len({stage.bits for stage in stages}) > 1:
         raise ValueError("keys and values that share bits have unlike `bits`; give both the same")
     each = torch.tensor([stage.distortions() for stage in stages], dtype=torch.float64)
-    distortions = each.repeat_interleave(geometry.width, 0)
+    distortions = each.repeat_interleave(geometry.width // unit, 0)
     variances = torch.tensor([notes[layer][role] for layer, role in places], dtype=torch.float64)
-    bits = torch.tensor(water_fill(variances.flatten(), budget, distortions)).view(len(places), -1).sum(1).tolist()
+    filled = water_fill(variances.flatten().unflatten(0, (-1, unit)).sum(1), budget, distortions)
+    bits = torch.tensor(filled).view(len(places), -1).sum(1).tolist()
     for place in range(len(bits)):
         if bits[place] == 0:  # a scheme stores something
             bits[bits.index(max(bits))] -= 1
             bits[place] = 1
     stages_by_place = {
-        place: replace(stage, target=(own + stage.gain) / geometry.width, shared=False)
+        place: replace(stage, target=_target(stage, unit * own, geometry), shared=False)
         for place, stage, own in zip(places, stages, bits, strict=True)
     }
     for layer in sorted({layer for layer, _ in places}):
@@ -160,6 +165,11 @@ def divided(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any
         )
         recipe = recipe.with_schemes(layer, key, value)
     return replace(recipe, key=_alone(recipe.key), value=_alone(recipe.value))
+
+
+def _target(stage: Any, codes: int, geometry: Geometry) -> float:
+    """Return the target of a place with so many bits of codes a token."""
+    return (codes + stage.gain * stage.gain_count(geometry.kv_heads)) / geometry.width
 
 
 def _alone(scheme: Scheme) -> Scheme:

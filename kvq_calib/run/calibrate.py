@@ -218,7 +218,7 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
         inputs = geometry.width * recipe.scheme(layer, role).inputs(layer, role).tokens
         left = max(1 - inputs / count, 0.1)
         scheme, seen = work.fits[role].scheme, work.fits[role].statistics
-        variances_C, _ = seen.directions(rotate.metric(scheme.rotate))
+        variances_C, _ = rotate.directions(scheme, seen, geometry)
         variances[role] = (_cost(work, role) / left * variances_C).tolist()
     return variances
 
@@ -262,7 +262,7 @@ def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Layer
 
 def _gradients(work: RecipeWork, role: Role) -> Tensor:
     """Return second moments of the gradients at keys, or at values, float64 [H, D, D]."""
-    return gradients.moment(work.run, work.layer, role, work.recipe.window.sinks).to(work.run.plan.device)
+    return gradients.moment(work.run, work.layer, role, work.recipe).to(work.run.plan.device)
 
 
 def artifacts(run: Run) -> dict[str, Artifact]:

@@ -3,6 +3,8 @@
     g_t = ∂/∂x_t Σ_u (log p(y_u) - log p(y'_u)) / √2      x_t a token's keys before RoPE, or values
     M   = E[g gᵀ] by KV head      Fisher information: an error e of a token moves later predictions by ½ e M eᵀ nats
 
+Keys are encoded before RoPE, after it, or by segment: g is turned as they are.
+
 y_u and y'_u are drawn from the model's own p at u. Their difference has mean 0 and, over √2, the second moment that one
 of them has about its mean: squares of single predictions add up, not the square of their sum, and the mean over all of
 the vocabulary need not be computed. M is in nats in every layer, for keys as for values, so that costs are
@@ -28,6 +30,8 @@ from kvq_calib.run import checkpoint
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
 from kvq_runtime.geometry import ROLES, Role
+from kvq_runtime.ops import rope
+from kvq_runtime.recipe import Recipe
 
 TILE = 256  # tokens whose logits are computed at once
 FILE = "gradients.safetensors"
@@ -46,7 +50,8 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     folder    for temporary hidden states and gradients
     seconds   gets the time of both ways
     """
-    sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes})
+    kinds = sorted({(recipe.window.sinks, turn(recipe)) for recipe in run.plan.recipes})
+    tables = stream.rope(run.plan.seq_len) if any(turned for _, turned in kinds) else None
     moments: dict[str, Tensor] = {}
     energies: dict[str, list[Tensor]] = {}
     plan, layers, parts = run.plan, run.plan.geometry.layers, chunks(run.plan)
@@ -83,11 +88,12 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
             from_above = checkpoint.load(gradient(index))["gradient"]
             below, *pair = module.gradients(checkpoint.load(hidden(layer, index))["hidden"], from_above)
             for role, g_NTC in zip(ROLES, pair, strict=True):
-                energies.setdefault(energy_name(layer, role), []).append(_energy(g_NTC, plan.geometry.kv_heads))
-                for left_out in sinks:
-                    part = _moment(g_NTC[:, left_out:], plan.geometry.kv_heads)
+                heads = plan.geometry.kv_heads
+                energies.setdefault(energy_name(layer, role), []).append(_energy(g_NTC, heads))
+                for left_out, turned in kinds if role == "key" else {(sinks, 0) for sinks, _ in kinds}:
+                    part = _moment(_turned(g_NTC, turned, tables, heads)[:, left_out:], heads)
                     part /= counted * (g_NTC.shape[1] - left_out)
-                    key = moment_name(layer, role, left_out)
+                    key = moment_name(layer, role, left_out, turned)
                     moments[key] = moments[key] + part if key in moments else part
             checkpoint.save({"gradient": below.cpu()}, gradient(index))
             hidden(layer + 1, index).unlink()
@@ -100,9 +106,23 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     return moments | {key: torch.cat(parts) for key, parts in energies.items()}
 
 
-def moment_name(layer: int, role: Role, sinks: int) -> str:
-    """Return the name of the moment of a layer's keys, or values."""
-    return f"layers.{layer}.{role}.{sinks}"
+def turn(recipe: Recipe) -> int:
+    """Return how gradients of its keys are turned: 0 not, -1 by their position, else by their place in a segment."""
+    return {"pre": 0, "post": -1}.get(recipe.position, recipe.segment)
+
+
+def _turned(g_NTC: Tensor, turned: int, tables: tuple[Tensor, Tensor] | None, heads: int) -> Tensor:
+    """Turn gradients at keys before RoPE into those at keys as they are encoded."""
+    if not turned or tables is None:
+        return g_NTC
+    one = torch.ones_like(tables[0]), torch.zeros_like(tables[1])
+    angles = rope.between(tables, one if turned < 0 else rope.of_middles(tables, turned))
+    return rope.rotate(g_NTC.float().unflatten(-1, (heads, -1)), *angles).flatten(-2)
+
+
+def moment_name(layer: int, role: Role, sinks: int, turned: int = 0) -> str:
+    """Return the name of the moment of a layer's keys, turned as `turn` says, or values."""
+    return f"layers.{layer}.{role}.{sinks}" + (f".turned{turned}" if turned else "")
 
 
 def energy_name(layer: int, role: Role) -> str:
@@ -110,9 +130,11 @@ def energy_name(layer: int, role: Role) -> str:
     return f"layers.{layer}.{role}.energy"
 
 
-def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
-    """Read M of a layer's keys, or values, without the first `sinks` tokens: float64 [H, D, D]."""
-    return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[moment_name(layer, role, sinks)]
+def moment(run: Run, layer: int, role: Role, recipe: Recipe) -> Tensor:
+    """Read M of a layer's keys, or values, without the recipe's sinks: float64 [H, D, D]."""
+    turned = turn(recipe) if role == "key" else 0
+    name = moment_name(layer, role, recipe.window.sinks, turned)
+    return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[name]
 
 
 def log_importance(run: Run, layer: int, role: Role, sinks: int) -> Tensor:

@@ -12,6 +12,7 @@ A setting is a path in the recipe's JSON, and a value of the dataclass field's t
     layers.0.key.quantize.bits=4                  keys of one layer, which begins as the others
     all.quantize.bits=4                           keys and values of all layers, wherever there is such a setting
     policies.heavy=on, policies.heavy.share=0.5   a policy with its defaults, and a setting of it; none drops it
+    position=segment+segment=64                   keys less the angle of their segment's middle; its tokens
     key_bias=kept                                 keys with the bias of the model's k_proj, as the paper encodes them
     name=mine                                     the recipe's name
 
@@ -112,10 +113,10 @@ def settings(recipe: Recipe) -> dict[str, str]:
 
 
 def _tree(recipe: Recipe) -> Tree:
-    stated: Tree = {"key_bias": recipe.key_bias} | recipe.to_json()
+    stated: Tree = {"key_bias": recipe.key_bias, "segment": recipe.segment} | recipe.to_json()
     policies = {policy["kind"]: policy for policy in stated["policies"]}
     policies |= {kind: None for kind in sorted(policy_kinds().keys() - policies.keys())}
-    return {name: stated[name] for name in ("position", "key_bias", "window", *ROLES, "layers")} | {
+    return {name: stated[name] for name in ("position", "key_bias", "segment", "window", *ROLES, "layers")} | {
         "policies": policies
     }
 

@@ -50,7 +50,7 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
             why = ""
             if scheme.rotate is not None and scheme.rotate.fitted:
                 why = "; kernels take one rotation for all heads, known without a fit"
-            elif role == "key" and recipe.position == "pre":
+            elif role == "key" and recipe.position != "post":
                 why = "; kernels read keys after RoPE"
             return f"there is no kernel for its {role}s{why}"
     if (pair[0].order is None) != (pair[1].order is None):
@@ -63,7 +63,7 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
 def layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
     """Return the kernel's layouts of a layer's keys and values; None for one that it cannot read."""
     block, (key, value) = recipe.window.block, recipe.at(layer)
-    keys = None if recipe.position == "pre" else kernels().layout(key, block, geometry, "key")
+    keys = None if recipe.position != "post" else kernels().layout(key, block, geometry, "key")
     return [keys, kernels().layout(value, block, geometry, "value")]
 
 

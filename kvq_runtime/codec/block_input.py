@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.ops import rope
-
-Pair = tuple[Tensor, Tensor]
+from kvq_runtime.ops.rope import Pair
 
 
 @dataclass(frozen=True)
 class Context:
     """The decoded tokens that a block is predicted from.
 
-    rope    cos and sin of its tokens, [N, T, K] each, where keys are encoded after RoPE with their mean removed
+    rope    cos and sin of its tokens, [N, T, K] each, where keys are encoded after RoPE with their mean removed; in a
+            recipe by segment those of the angles from the segment's middle
     keys    this layer's decoded keys, centred; for values
     below   the decoded (keys, values) of the layers underneath, centred, nearest first
 
@@ -51,6 +51,7 @@ def block_input(
     tables: Pair | None = None,
     turn: Literal["apply", "undo"] | None = None,
     kv_heads: int = 1,
+    segment: int = 0,
 ) -> tuple[Tensor, Pair | None]:
     """Return the tokens [N, S, C] as a codec encodes them, and their cos and sin, [N, S, K] each, if there are any.
 
@@ -58,7 +59,10 @@ def block_input(
              -1: none, so zeros, at position 0. None: every slot holds its own
     tables   cos and sin of the T tokens, [N or 1, T, K] each
     turn     "apply": x are keys before RoPE, wanted after it · "undo": the other way, in float32 · None: as they are
+    segment  tokens of a segment, of keys that are wanted relative to its middle: "apply" turns by the angle from there,
+             "undo" takes the middle's angle off keys after RoPE, and cos and sin are of the angle from there
     """
+    middle = rope.of_middles(tables, segment) if segment and tables is not None else None
     if source_NS is not None:
         source_NS = source_NS.to(x_NTC.device)
         x_NTC = _filled(x_NTC, source_NS, 0.0)
@@ -66,9 +70,12 @@ def block_input(
         return x_NTC, None
     if source_NS is not None:
         tables = (_filled(tables[0], source_NS, 1.0), _filled(tables[1], source_NS, 0.0))
+    if middle is not None:
+        tables = rope.between(tables, middle)
     if turn is not None:
         rotate = rope.rotate if turn == "apply" else rope.unrotate
-        x_NTC = rotate(x_NTC.unflatten(-1, (kv_heads, -1)), *tables).flatten(-2)
+        angles = middle if turn == "undo" and middle is not None else tables
+        x_NTC = rotate(x_NTC.unflatten(-1, (kv_heads, -1)), *angles).flatten(-2)
     cos, sin = (table.expand(len(x_NTC), -1, -1) for table in tables)
     return x_NTC, (cos, sin)
 

@@ -39,7 +39,8 @@ class Codec:
     tensors        {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
     back           what rotates a run of decoded elements, in stored order, back; or None
     packed_reader  attends to its packed blocks without decoding them; None where they have to be decoded
-    before_rope    whether it encodes keys before RoPE, so that what is decoded has yet to be rotated to its position
+    unrotated      whether it encodes keys before RoPE, or by segment: what is decoded has yet to be rotated
+    segment        tokens of a segment, of keys that are encoded by segment; else 0
     """
 
     def __init__(self, recipe: Recipe, layer: int, role: Role, geometry: Geometry, tensors: Mapping[str, Tensor]):
@@ -48,8 +49,9 @@ class Codec:
         self.role: Role = role
         self.predictor = self.scheme.predictor(layer, role)
         self.below = self.scheme.inputs(layer, role).below
-        self.before_rope = role == "key" and recipe.position == "pre"
-        self._turn_mean = role == "key" and recipe.position == "post"
+        self.unrotated = role == "key" and recipe.position != "post"
+        self.segment = recipe.segment if role == "key" and recipe.position == "segment" else 0
+        self._turn_mean = role == "key" and recipe.position != "pre"
         self._width = self.scheme.width(recipe.window.block, geometry)
         self._hold(tensors, _CPU)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
@@ -90,7 +92,7 @@ class Codec:
         forward = self._rotation
         # all codecs share a Hadamard's matrix, which is made once a process
         self._forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
-        self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
+        self.packed_reader = None if self.unrotated else packed_reader(self.scheme, self.geometry, self.back, device)
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:

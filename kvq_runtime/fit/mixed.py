@@ -42,30 +42,38 @@ def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, di
     basis_CR, _ = rotate.pair(len(moment_CC), codec.geometry, rotation)
     deviation_R = (basis_CR.double() * (moment_CC.double() @ basis_CR.double())).sum(0).clamp_min(0).sqrt()
     z_NR = statistics[Residuals()] @ basis_CR.float()
-    return stage, (with_gain if stage.gain else scales)(stage, z_NR, deviation_R, len(moment_CC))
+    width = len(moment_CC)
+    if not stage.gain:
+        return stage, scales(stage, z_NR, deviation_R, width)
+    return stage, with_gain(stage, z_NR, deviation_R, width, stage.gain_count(codec.geometry.kv_heads))
 
 
-def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) -> dict[str, Tensor]:
-    """The same with a gain for every token: its ends, and the scales of channels over the gains that were chosen.
+def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int, gains: int = 1) -> dict[str, Tensor]:
+    """Return the same with gains for every token: their ends, and the scales of channels over the gains chosen.
 
     The ends are those of the tokens' sizes, the outer hundredths left out, and above them ROOM for tokens of other
-    text. A token's size is the norm of its latents over their root mean square; the gains that leave the least error
-    follow from the scales, and the scales from those: RESCALED times, the last time with all tokens, before with some.
+    text. A token's size is the norm of its latents over their root mean square, of the channels with this gain. The
+    gains that leave the least error follow from the scales, and the scales from those: RESCALED times, the last time
+    with all tokens, before with some.
     """
-    norm_N = z_NR.float().square().mean(1).sqrt()
-    whole = deviation_R.square().mean().sqrt().float()
-    size_N = (norm_N / whole if whole > 0 else torch.ones_like(norm_N)).clamp(2.0**-8, 2.0**8)
-    low, high = torch.quantile(size_N, size_N.new_tensor([0.01, 0.99])).log()
-    ends_2 = torch.stack([low, high + math.log(ROOM)])
-    levels = latent.gains(ends_2, quantize.gain)
-    gain_N = levels[(size_N.log()[:, None] - levels.log()).abs().argmin(1)]
-    tensors = {"gain_ends": ends_2}
+    index_R, ends, gain_NG = quantize.gain_index(z_NR.shape[1], gains).to(z_NR.device), [], []
+    for group in range(gains):
+        own = (index_R == group).nonzero()[:, 0]
+        norm_N = z_NR[:, own].float().square().mean(1).sqrt()
+        whole = deviation_R[own].square().mean().sqrt().float()
+        size_N = (norm_N / whole if whole > 0 else torch.ones_like(norm_N)).clamp(2.0**-8, 2.0**8)
+        low, high = torch.quantile(size_N, size_N.new_tensor([0.01, 0.99])).log()
+        ends.append(torch.stack([low, high + math.log(ROOM)]))
+        levels = latent.gains(ends[-1], quantize.gain)
+        gain_NG.append(levels[(size_N.log()[:, None] - levels.log()).abs().argmin(1)])
+    tensors = {"gain_ends": ends[0] if gains == 1 else torch.stack(ends)}
+    gain_NR = torch.stack(gain_NG, 1)[:, index_R]
     for step in range(RESCALED + 1):
         some = slice(None, None, 1 if step == RESCALED else max(1, len(z_NR) // SOME))
-        z_MR, gain_M = z_NR[some].float(), gain_N[some]
+        z_MR, gain_MR = z_NR[some].float(), gain_NR[some]
         if step:
-            gain_M = levels[quantize.best_gain(z_MR.mT[None], tensors, width)[0].long()]
-        over_MR = z_MR / gain_M[:, None]
+            gain_MR = quantize.gains_of(quantize.best_gain(z_MR.mT[None], tensors, width), tensors, width)[0].mT
+        over_MR = z_MR / gain_MR
         deviation_R = over_MR.double().square().mean(0).sqrt()
         tensors |= scales(quantize, over_MR, deviation_R, width)
     return tensors
@@ -78,15 +86,18 @@ def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) -> di
     for count, bits in quantize.runs(width):
         part = slice(start, start + count)
         z_RT = z_NR[:, part].mT.float().contiguous()
-        uniform = quantize.codebook == "uniform"
-        parts.append(_uniform(z_RT, bits) if uniform else _gaussian(z_RT, deviation_R[part], bits))
+        uniform, steps = quantize.codebook == "uniform", quantize.codebook == "stepped" and bits >= latent.STEPPED
+        errors = latent.errors_stepped if steps else latent.errors_gaussian
+        parts.append(_uniform(z_RT, bits) if uniform else _deviations(z_RT, deviation_R[part], bits, errors))
         start += count
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _gaussian(z_RT: Tensor, deviation_R: Tensor, bits: int) -> dict[str, Tensor]:
+def _deviations(
+    z_RT: Tensor, deviation_R: Tensor, bits: int, errors_of: Callable[[Tensor, Tensor, int], Tensor]
+) -> dict[str, Tensor]:
     def errors(part_RT: Tensor, scales: dict[str, Tensor]) -> Tensor:
-        return latent.errors_gaussian(part_RT[None], scales["deviation"], bits)[0]
+        return errors_of(part_RT[None], scales["deviation"], bits)[0]
 
     return _best(z_RT, [{"deviation": (deviation_R * factor).float()} for factor in DEVIATIONS], errors)
 

@@ -23,4 +23,4 @@ def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, di
 
 def leading(matrices: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     """Return the first columns of the basis, and of its dual."""
-    return {name: matrix_CC[:, :count].to(torch.bfloat16).contiguous() for name, matrix_CC in matrices.items()}
+    return {name: matrix_CC[..., :count].to(torch.bfloat16).contiguous() for name, matrix_CC in matrices.items()}

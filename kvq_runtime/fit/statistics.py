@@ -134,19 +134,34 @@ class Statistics:
     mean_C: Tensor
     values: dict[Statistic[Any], Any] = field(default_factory=dict)
     seed: int = 0
-    _directions: dict[Statistic[Tensor] | None, tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
+    _directions: dict[Any, tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
 
     def __getitem__(self, asked: Statistic[V]) -> V:
         return self.values[asked]
 
-    def directions(self, metric: Statistic[Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def directions(self, metric: Statistic[Tensor] | None = None, heads: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the latent variances of the residuals, falling, and the square matrices of which a basis stage stores
-        the leading columns: "basis", and in a metric its "dual", float64. They are computed once."""
-        if metric not in self._directions:
+        the leading columns: "basis", and in a metric its "dual", float64. They are computed once.
+
+        heads   of a basis by head: [H, D, D] each, and variances that go round the heads, falling in each
+        """
+        if (metric, heads) not in self._directions:
             moment_CC = self[ResidualMoment()]
-            variances_C, *matrices = eigen(moment_CC) if metric is None else eigen_in(self[metric], moment_CC)
-            self._directions[metric] = variances_C, dict(zip(("basis", "dual"), matrices, strict=False))
-        return self._directions[metric]
+            if not heads:
+                variances_C, *matrices = eigen(moment_CC) if metric is None else eigen_in(self[metric], moment_CC)
+            else:
+                assert metric is not None, "a basis by head has a metric"
+                pairs = zip(_of_heads(self[metric], heads), _of_heads(moment_CC, heads), strict=True)
+                variances, *matrices = map(torch.stack, zip(*(eigen_in(*pair) for pair in pairs), strict=True))
+                variances_C = variances.mT.flatten()
+            self._directions[metric, heads] = variances_C, dict(zip(("basis", "dual"), matrices, strict=False))
+        return self._directions[metric, heads]
+
+
+def _of_heads(moment_CC: Tensor, heads: int) -> list[Tensor]:
+    """Return the part of each head, [D, D]."""
+    size = len(moment_CC) // heads
+    return [moment_CC[at : at + size, at : at + size] for at in range(0, len(moment_CC), size)]
 
 
 def add_moment(total_HDD: Tensor, q_NTGD: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Encode latent channels, each with its own calibrated scale: [..., R, T], channel by channel.
 
     gaussian   code = the cell of z / σ among those that are optimal for a standard Gaussian;    ẑ = σ · centroid
+    stepped    of 5 bits and more ẑ = σ step (code - (2^b - 1) / 2), step the best of a standard Gaussian
     uniform    code = round((z - low) / step), step = (high - low) / (2^b - 1);                  ẑ = low + step · code
 
 A centroid of the Gaussian codebook is the exact mean of its cell, E[z | a < z < b] = (φ(a) - φ(b)) / P(a, b). The
@@ -27,6 +28,7 @@ MAX_BITS = 8  # bits of a code
 GAUSSIAN = "72ff842e59e68f1904fa5875257ef954cf1efce5828932063d478bff0cda5e70"
 FINE, REACH = 64, 8  # cells of a table to a unit, and the largest number in it
 PAIRED = 4  # up to so many bits errors are found without codes
+STEPPED = 5  # bits from which points of "stepped" are even: a kernel has no room for tables of more than 4
 LEVELS = 8  # of importance, on either side of the mean token's
 
 
@@ -91,6 +93,37 @@ def _cells(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return below.to(device, torch.uint8), following.to(device)
 
 
+@lru_cache(maxsize=MAX_BITS + 1)
+def step(bits: int) -> tuple[float, float]:
+    """Return the best step of 2^bits evenly spaced points of a standard Gaussian, and the mean squared error it leaves.
+
+    By golden section on the error, an integral over cells of a fine grid.
+    """
+    x = torch.arange(-10, 10, 1 / 4096, dtype=torch.float64) + 1 / 8192
+    density = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi) / 4096
+
+    def error(width: float) -> float:
+        code = (x / width + 2 ** (bits - 1)).floor().clamp_(0, 2**bits - 1)
+        return float(((x - width * (code - (2**bits - 1) / 2)).square() * density).sum())
+
+    low, high = 2.0 / 2**bits, 12.0 / 2**bits
+    for _ in range(40):
+        thirds = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, thirds[1]) if error(thirds[0]) < error(thirds[1]) else (thirds[0], high)
+    return (low + high) / 2, error((low + high) / 2)
+
+
+def encode_steps(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
+    """Return codes uint8 [N, R, T] of float32 channels by even steps of these deviations [R]; the ends clip."""
+    x_NRT = z_NRT * (product.inverse(deviation_R) / step(bits)[0])[:, None]
+    return x_NRT.nan_to_num_(0.0).add_(2 ** (bits - 1)).floor_().clamp_(0, 2**bits - 1).to(torch.uint8)
+
+
+def decode_steps(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
+    """Decode codes [N, R, T] of even steps, with deviations [R], to float32."""
+    return (codes_NRT.float() - (2**bits - 1) / 2) * (step(bits)[0] * deviation_R)[:, None]
+
+
 def errors_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Return the squared errors [N, R, T] that encoding would leave, without codes: distances to the nearest point."""
     if not 1 <= bits <= PAIRED:
@@ -114,8 +147,18 @@ def _away(size_NRT: Tensor, scale_R1: Tensor, bits: int) -> Tensor:
     return nearest
 
 
-def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor) -> Tensor:
-    """Return the squared errors of all channels, if tokens had each of these gains: [G, N, T]."""
+def errors_stepped(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
+    """Return the squared errors [N, R, T] of even steps."""
+    return (decode_steps(encode_steps(z_NRT, deviation_R, bits), deviation_R, bits) - z_NRT).square_()
+
+
+def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor, steps: bool = False) -> Tensor:
+    """Return the squared errors of all channels, if tokens had each of these gains: [G, N, T].
+
+    steps   whether codes of STEPPED bits and more are of even steps
+    """
+    if steps and bits >= STEPPED:
+        return torch.stack([errors_stepped(z_NRT, gain * deviation_R, bits).sum(1) for gain in gain_G])
     if not 1 <= bits <= PAIRED:
         return torch.stack([errors_gaussian(z_NRT, gain * deviation_R, bits).sum(1) for gain in gain_G])
     size_NRT = z_NRT.abs()

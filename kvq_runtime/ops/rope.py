@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kvq_runtime.families import FULL
 
+Pair = tuple[Tensor, Tensor]
+
 # transformers' rope_type: of frequencies that are the same for every text, and of those that change with its length
 FIXED_TYPES = ("default", "linear", "llama3", "yarn")
 VARYING_TYPES = ("dynamic", "longrope")
@@ -66,6 +68,21 @@ def rotate_rows(x_NTC: Tensor, cos_NTC: Tensor, sin_NTC: Tensor, heads: int, hal
     if 2 * half < x_NTHD.shape[-1]:
         partner[..., : 2 * half] = x_NTHD[..., : 2 * half].roll(half, -1)
     x_NTC.mul_(cos_NTC).addcmul_(partner.flatten(-2), sin_NTC)
+
+
+def of_middles(tables: Pair, segment: int) -> Pair:
+    """Return cos and sin of the middle slot of each token's segment, [N, T, K] each, from those of the tokens."""
+    slots = tables[0].shape[1]
+    slot_T = torch.arange(slots, device=tables[0].device) // segment * segment + segment // 2
+    slot_T = slot_T.clamp_(max=slots - 1)
+    return tables[0][:, slot_T], tables[1][:, slot_T]
+
+
+def between(tables: Pair, others: Pair) -> Pair:
+    """Return cos and sin of the angles from `others` to `tables`, float32, without the scaling of either."""
+    (cos, sin), (cos_0, sin_0) = ((x.float() for x in pair) for pair in (tables, others))
+    norm = cos_0.square() + sin_0.square()
+    return (cos * cos_0 + sin * sin_0) / norm, (sin * cos_0 - cos * sin_0) / norm
 
 
 def unrotate(x_NTHD: Tensor, cos_NTK: Tensor, sin_NTK: Tensor) -> Tensor:

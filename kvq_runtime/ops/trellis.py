@@ -109,30 +109,30 @@ def _traced(last_N: Tensor, oldest_TPN: Tensor, bits: int) -> Tensor:
     return state_TN.T.long()
 
 
-def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None = None) -> Tensor:
+def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NRT: Tensor | None = None) -> Tensor:
     """Return codes uint8 [N, R, T] of float32 channels, divided by their tokens' gains, with these deviations [R].
 
-    bits      1 to BITS
-    scale_NT   what errors of a token are multiplied with when it is decoded; None: 1
+    bits        1 to BITS
+    scale_NRT   factors of errors when tokens are decoded, [N, R or 1, T]; None: 1
     """
-    return (_path(z_NRT, deviation_R, bits, scale_NT) & (2**bits - 1)).to(torch.uint8)
+    return (_path(z_NRT, deviation_R, bits, scale_NRT) & (2**bits - 1)).to(torch.uint8)
 
 
-def on_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None = None) -> Tensor:
+def on_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NRT: Tensor | None = None) -> Tensor:
     """Return what those codes decode to, float32, of whole blocks."""
-    path_NRT = _path(z_NRT, deviation_R, bits, scale_NT)
+    path_NRT = _path(z_NRT, deviation_R, bits, scale_NRT)
     values = table(bits).to(z_NRT.device, torch.float32)
     return values.index_select(0, path_NRT.flatten()).view(z_NRT.shape) * deviation_R[:, None]
 
 
-def _path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None) -> Tensor:
+def _path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NRT: Tensor | None) -> Tensor:
     N, R, T = z_NRT.shape
     rows = (z_NRT * product.inverse(deviation_R)[:, None]).reshape(N * R, T)
     values = table(bits).to(rows.device, torch.float32)
-    if scale_NT is None:
+    if scale_NRT is None:
         path = best_path(rows[:, None], rows.new_ones(N * R, 1), values, bits)
     else:  # groups of one token each
-        path = best_path(rows[..., None], scale_NT.repeat_interleave(R, 0), values, bits)
+        path = best_path(rows[..., None], scale_NRT.expand(N, R, T).reshape(N * R, T), values, bits)
     return path.reshape(N, R, T)
 
 

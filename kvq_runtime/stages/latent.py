@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,10 +26,13 @@ class Mixed(Quantizer):
     target     bits per element, the gain's among them, that the fit finds `counts` for, by reverse water-filling on the
                eigenvalues; `bits` are then k, k-1, ..., 0. Before the fit, all channels have bits as equal as whole
                numbers allow. 0: `bits` and `counts` are what they are
-    codebook   "gaussian": Lloyd–Max with the channel's calibrated deviation · "trellis": the same deviation, and of at
-               most 5 bits the best path through a trellis along a block's tokens · "uniform": rounding between
-               calibrated ends
+    codebook   "gaussian": Lloyd–Max with the channel's calibrated deviation · "stepped": the same of at most 4 bits,
+               above them even steps, which a kernel computes · "trellis": the same deviation, and of at most 5 bits the
+               best path through a trellis along a block's tokens · "uniform": rounding between calibrated ends
     gain       bits of a token's gain, between calibrated ends, 0 to 8; 0: none
+    gains      gains of a token, each of as many neighbouring slabs of channels; "head": one of each head, of a basis by
+               head
+    slab       channels of which every run has a multiple, of each head where the basis is by head
     shared     the targets of all schemes that say so are one budget, which calibration shares out among layers, keys
                and values; what is fitted has a target of its own
     weighed    of a trellis: paths are those of the least error in what matters. A token's error counts as much as its
@@ -60,8 +63,10 @@ class Mixed(Quantizer):
     bits: tuple[int, ...] = (7, 6, 5, 4, 3, 2, 1, 0)
     counts: tuple[int, ...] = ()
     target: float = 0.0
-    codebook: Literal["gaussian", "uniform", "trellis"] = "gaussian"
+    codebook: Literal["gaussian", "stepped", "uniform", "trellis"] = "gaussian"
     gain: int = 0
+    gains: int | Literal["head"] = 1
+    slab: int = 1
     shared: bool = False
     weighed: bool = False
 
@@ -78,8 +83,12 @@ class Mixed(Quantizer):
             raise ValueError(f"target={self.target}; use at least 0 and at most the {self.bits[0]} of the first run")
         if not 0 <= self.gain <= 8:
             raise ValueError(f"gain={self.gain}; use 0 to 8 bits a token")
+        if self.gains != "head" and not 1 <= self.gains <= 64:
+            raise ValueError(f'gains={self.gains}; use 1 to 64, or "head"')
+        if not 1 <= self.slab <= 1024:
+            raise ValueError(f"slab={self.slab}; use 1 to 1024 channels")
         if self.gain and self.codebook == "uniform":
-            raise ValueError(f'gain={self.gain} with codebook "uniform"; use "gaussian" or "trellis"')
+            raise ValueError(f'gain={self.gain} with codebook "uniform"; use "gaussian", "stepped" or "trellis"')
         if self.weighed and self.codebook != "trellis":
             raise ValueError(f'weighed=True with codebook "{self.codebook}"; only paths, "trellis", weigh tokens')
         if self.shared and not self.target:
@@ -106,9 +115,20 @@ class Mixed(Quantizer):
         low, more = divmod(max(self.budget(width), 0), width)
         return tuple({low + 1: more, low: width - more}.get(bits, 0) for bits in self.bits)
 
-    def budget(self, width: int) -> int:
+    def budget(self, width: int, heads: int = 1) -> int:
         """Bits of one token's codes that `target` allows."""
-        return round(self.target * width) - self.gain
+        return round(self.target * width) - self.gain * self.gain_count(heads)
+
+    def gain_count(self, heads: int) -> int:
+        """Return the number of gains of a token, of so many heads."""
+        return heads if self.gains == "head" else self.gains
+
+    def gain_index(self, stored: int, gains: int) -> Tensor:
+        """Return which of a token's gains each stored channel has, int64 [R]."""
+        channel_R = torch.arange(stored)
+        if self.gains == "head":
+            return channel_R % gains
+        return channel_R // self.slab * gains // max(stored // self.slab, 1)
 
     def stored(self, width: int) -> int:
         """R: how many latent channels have any bits."""
@@ -118,7 +138,8 @@ class Mixed(Quantizer):
         """The scales of the stored channels; logarithms of the least and the largest gain; what tells importance."""
         names = ("low", "high") if self.codebook == "uniform" else ("deviation",)
         specs: Specs = {name: ((self.stored(geometry.width),), torch.float32) for name in names}
-        specs |= {"gain_ends": ((2,), torch.float32)} if self.gain else {}
+        gains = self.gain_count(geometry.kv_heads)
+        specs |= {"gain_ends": ((2,) if gains == 1 else (gains, 2), torch.float32)} if self.gain else {}
         return specs | ({"importance": ((geometry.width,), torch.float32)} if self.weighed else {})
 
     def check(self, site: Site) -> None:
@@ -126,7 +147,18 @@ class Mixed(Quantizer):
             raise ValueError('mixed bits need axis "token" and a block of a multiple of 8 tokens')
         if self.weighed and (site.scheme.predict is None or site.scheme.correct is not None):
             raise ValueError("weighed=True needs a prediction, if only of the mean, and no correction; set it to false")
+        if site.geometry is not None and self.target and not self.counts:
+            unit = self.unit(site.scheme, site.geometry)
+            if site.geometry.width % unit:
+                raise ValueError(
+                    f"slab={self.slab} asks for runs of {unit} channels, which do not divide a token's "
+                    f"{site.geometry.width}; use a divisor"
+                )
         super().check(site)
+
+    def unit(self, scheme: Any, geometry: Geometry) -> int:
+        """Return the number of channels that get bits together."""
+        return self.slab * (geometry.kv_heads if getattr(scheme.rotate, "group", "all") == "head" else 1)
 
     def check_prompt_fit(self) -> None:
         if self.target:
@@ -139,7 +171,8 @@ class Mixed(Quantizer):
         size = sum(count * pack.packed_size(rows, bits) for count, bits in self.runs(width))
         fields = {"codes": ((size,), torch.uint8)}
         if self.gain:
-            fields["gain"] = ((pack.packed_size(rows, self.gain),), torch.uint8)
+            gains, size = self.gain_count(geometry.kv_heads), pack.packed_size(rows, self.gain)
+            fields["gain"] = ((size,) if gains == 1 else (gains, size), torch.uint8)
         return fields
 
     def encode(
@@ -154,12 +187,16 @@ class Mixed(Quantizer):
 
         level_NT   how much errors of tokens count, of `importance`; None: alike
         """
-        z_NRT, codes_NT, gain_NT = self._over_gains(rotate(x_NTC, rotation).mT.contiguous(), tensors, geometry)
-        scale_NT = self._scales(gain_NT, level_NT)
-        stored = {} if codes_NT is None else {"gain": pack.pack(codes_NT, self.gain)}
+        z_NRT, codes_NGT, gain_NRT = self._over_gains(rotate(x_NTC, rotation).mT.contiguous(), tensors, geometry)
+        scale_NRT = self._scales(gain_NRT, level_NT, geometry.width)
+        stored = {}
+        if codes_NGT is not None:
+            gains = pack.pack(codes_NGT, self.gain)
+            stored["gain"] = gains[:, 0] if gains.shape[1] == 1 else gains
         packed = []
         for part, bits, scales in self._parts(geometry.width, tensors):
-            packed.append(pack.pack(self._codes(z_NRT[:, part], scales, bits, scale_NT), bits).flatten(1))
+            scale = None if scale_NRT is None else scale_NRT[:, part]
+            packed.append(pack.pack(self._codes(z_NRT[:, part], scales, bits, scale), bits).flatten(1))
         return {"codes": torch.cat(packed, 1)} | stored
 
     def decode(
@@ -168,14 +205,17 @@ class Mixed(Quantizer):
         """Decode to bfloat16 [N, T, R]; blocks have a multiple of 8 tokens."""
         packed = fields["codes"]
         rows = 8 * packed.shape[1] // sum(count * bits for count, bits in self.runs(width))
-        gain_N1T = self._gains(pack.unpack(fields["gain"], self.gain, rows), tensors)[:, None] if self.gain else None
+        gain_NRT = None
+        if self.gain:
+            gains = fields["gain"] if fields["gain"].ndim == 3 else fields["gain"][:, None]
+            gain_NRT = self.gains_of(pack.unpack(gains, self.gain, rows), tensors, width)
         values, start = [], 0
         for part, bits, scales in self._parts(width, tensors):
             count = part.stop - part.start
             stop = start + count * pack.packed_size(rows, bits)
             codes_NRT = pack.unpack(packed[:, start:stop].unflatten(1, (count, -1)), bits, rows)
             values_NRT = self._values(codes_NRT, scales, bits)
-            values.append((values_NRT if gain_N1T is None else gain_N1T * values_NRT).bfloat16())
+            values.append((values_NRT if gain_NRT is None else gain_NRT[:, part] * values_NRT).bfloat16())
             start = stop
         return torch.cat(values, 1).mT
 
@@ -184,17 +224,20 @@ class Mixed(Quantizer):
     ) -> Tensor:
         """Decode single tokens to bfloat16 [N, R]; codes are stored by channel, so each is read alone."""
         packed, start, values = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
-        gain_N1 = None
+        gain_NR = None
         if self.gain:
-            gains = fields["gain"]
-            codes_N = pack.pick(gains.flatten(), block_N * gains.shape[1], token_N, self.gain, block)
-            gain_N1 = self._gains(codes_N, tensors)[:, None]
+            gains = fields["gain"].flatten(1)
+            first = gains.shape[1] * block_N[:, None] + torch.arange(
+                0, gains.shape[1], pack.packed_size(block, self.gain), device=gains.device
+            )
+            codes_NG = pack.pick(gains.flatten(), first, token_N[:, None], self.gain, block)
+            gain_NR = self.gains_of(codes_NG[..., None], tensors, geometry.width)[..., 0]
         for part, bits, scales in self._parts(geometry.width, tensors):
             size, count = pack.packed_size(block, bits), part.stop - part.start
             first = start + size * torch.arange(count, device=packed.device)
             codes = [self._picked(packed, first, token_N - past, bits, block) for past in self._past(bits)]
             values_NR = self._values(torch.stack(codes, -1), scales, bits)[..., -1]
-            values.append((values_NR if gain_N1 is None else gain_N1 * values_NR).bfloat16())
+            values.append((values_NR if gain_NR is None else gain_NR[:, part] * values_NR).bfloat16())
             start = start + count * size
         return torch.cat(values, 1)
 
@@ -207,8 +250,8 @@ class Mixed(Quantizer):
         SmolLM2-135M half a bit fitted to it diverged by 0.137 nats, fitted to paths by 0.125. Of 2 bits and more, paths
         that weigh tokens leave more squared error than this, about a third, of tokens that count less.
         """
-        z_NRT, _, gain_NT = self._over_gains(rotate(x_NRW, rotation).mT.contiguous(), tensors, geometry)
-        scale_NT = self._scales(gain_NT, level_NT)
+        z_NRT, _, gain_NRT = self._over_gains(rotate(x_NRW, rotation).mT.contiguous(), tensors, geometry)
+        scale_NRT = self._scales(gain_NRT, level_NT, geometry.width)
         values = []
         for part, bits, scales in self._parts(geometry.width, tensors):
             if not self._in_paths(bits):
@@ -216,26 +259,27 @@ class Mixed(Quantizer):
             elif bits > 1:
                 values.append(latent.like_path(z_NRT[:, part], scales["deviation"], bits))
             else:
-                values.append(trellis.on_path(z_NRT[:, part], scales["deviation"], bits, scale_NT))
+                scale = None if scale_NRT is None else scale_NRT[:, part]
+                values.append(trellis.on_path(z_NRT[:, part], scales["deviation"], bits, scale))
         values_NRT = torch.cat(values, 1)
-        return (values_NRT if gain_NT is None else gain_NT[:, None] * values_NRT).bfloat16().mT
+        return (values_NRT if gain_NRT is None else gain_NRT * values_NRT).bfloat16().mT
 
     def _over_gains(
         self, z_NRT: Tensor, tensors: Tensors, geometry: Geometry
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Latents over their tokens' gains, the gains' codes, and the gains, [N, T] both; None: there are none."""
+        """Return latents over their gains, codes of gains [N, G, T], and gains [N, R, T]; None: there are none."""
         if not self.gain:
             return z_NRT, None, None
-        codes_NT = self.best_gain(z_NRT, tensors, geometry.width)
-        gain_NT = self._gains(codes_NT, tensors)
-        return z_NRT / gain_NT[:, None], codes_NT, gain_NT
+        codes_NGT = self.best_gain(z_NRT, tensors, geometry.width)
+        gain_NRT = self.gains_of(codes_NGT, tensors, geometry.width)
+        return z_NRT / gain_NRT, codes_NGT, gain_NRT
 
-    @staticmethod
-    def _scales(gain_NT: Tensor | None, level_NT: Tensor | None) -> Tensor | None:
-        """Return what errors of tokens over their gains are multiplied with, as they count."""
+    def _scales(self, gain_NRT: Tensor | None, level_NT: Tensor | None, width: int) -> Tensor | None:
+        """Return the factors of latents' errors, as tokens count: [N, R, T]; None: 1."""
         if level_NT is None:
-            return gain_NT
-        return latent.token_scale(level_NT) * (1.0 if gain_NT is None else gain_NT)
+            return gain_NRT
+        scale_N1T = latent.token_scale(level_NT)[:, None]
+        return scale_N1T.expand(-1, self.stored(width), -1) if gain_NRT is None else scale_N1T * gain_NRT
 
     def _past(self, bits: int) -> range:
         """Return how far back the codes are that a token is decoded from, the farthest first."""
@@ -249,9 +293,14 @@ class Mixed(Quantizer):
     def _in_paths(self, bits: int) -> bool:
         return self.codebook == "trellis" and bits <= trellis.BITS
 
+    def _in_steps(self, bits: int) -> bool:
+        return self.codebook == "stepped" and bits >= latent.STEPPED
+
     def distortions(self) -> list[float]:
         """Return what the errors of 0, 1, ... bits cost, of a Gaussian channel of unit variance."""
         costs = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
+        if self.codebook == "stepped":
+            costs[latent.STEPPED :] = [latent.step(bits)[1] for bits in range(latent.STEPPED, self.bits[0] + 1)]
         if self.codebook == "trellis":
             costs[1 : trellis.BITS + 1] = list(trellis.DISTORTIONS.values())[: self.bits[0]]
         if self.weighed:
@@ -259,18 +308,32 @@ class Mixed(Quantizer):
         return costs
 
     def best_gain(self, z_NRT: Tensor, tensors: Tensors, width: int) -> Tensor:
-        """Each token's code of the gain that leaves its latents [N, R, T] the least error, uint8 [N, T].
+        """Return the codes of the gains that leave latents [N, R, T] the least error, uint8 [N, G, T].
 
         Of a trellis the error is taken to be that of Lloyd–Max codes: a path is searched once, for the gains chosen.
         """
-        gain_G = latent.gains(tensors["gain_ends"], self.gain)
-        error_GNT = z_NRT.new_zeros(len(gain_G), len(z_NRT), z_NRT.shape[-1])
-        for part, bits, scales in self._parts(width, tensors):
-            error_GNT += latent.errors_with_gains(z_NRT[:, part], scales["deviation"], bits, gain_G)
-        return error_GNT.argmin(0).to(torch.uint8)
+        ends_G2, codes = tensors["gain_ends"].view(-1, 2), list[Tensor]()
+        index_R = self.gain_index(self.stored(width), len(ends_G2)).to(z_NRT.device)
+        for group, ends_2 in enumerate(ends_G2):
+            levels = latent.gains(ends_2, self.gain)
+            error_LNT = z_NRT.new_zeros(len(levels), len(z_NRT), z_NRT.shape[-1])
+            for part, bits, scales in self._parts(width, tensors):
+                deviation_R, z_NrT = scales["deviation"], z_NRT[:, part]
+                if len(ends_G2) > 1:
+                    own = (index_R[part] == group).nonzero()[:, 0]
+                    deviation_R, z_NrT = deviation_R[own], z_NrT[:, own]
+                error_LNT += latent.errors_with_gains(z_NrT, deviation_R, bits, levels, self.codebook == "stepped")
+            codes.append(error_LNT.argmin(0).to(torch.uint8))
+        return torch.stack(codes, 1)
 
-    def _gains(self, codes: Tensor, tensors: Tensors) -> Tensor:
-        return latent.gains(tensors["gain_ends"], self.gain)[codes.long()]
+    def gains_of(self, codes_NGT: Tensor, tensors: Tensors, width: int) -> Tensor:
+        """Return the gains of stored channels, float32 [N, R, T], from their codes."""
+        ends_G2, stored = tensors["gain_ends"].view(-1, 2), self.stored(width)
+        pairs = zip(ends_G2, codes_NGT.long().unbind(1), strict=True)
+        gain_NGT = torch.stack([latent.gains(ends_2, self.gain)[codes_NT] for ends_2, codes_NT in pairs], 1)
+        if len(ends_G2) == 1:
+            return gain_NGT.expand(-1, stored, -1)
+        return gain_NGT[:, self.gain_index(stored, len(ends_G2)).to(codes_NGT.device)]
 
     def _parts(self, width: int, tensors: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
         """Return the channels of each run, their bits, and what scales them."""
@@ -280,16 +343,20 @@ class Mixed(Quantizer):
             yield part, bits, {name: scale[part] for name, scale in scales.items()}
             start += count
 
-    def _codes(self, z_NRT: Tensor, scales: Tensors, bits: int, scale_NT: Tensor | None = None) -> Tensor:
+    def _codes(self, z_NRT: Tensor, scales: Tensors, bits: int, scale_NRT: Tensor | None = None) -> Tensor:
         if self._in_paths(bits):
-            return trellis.encode_path(z_NRT, scales["deviation"], bits, scale_NT)
-        if self.codebook in ("gaussian", "trellis"):
+            return trellis.encode_path(z_NRT, scales["deviation"], bits, scale_NRT)
+        if self._in_steps(bits):
+            return latent.encode_steps(z_NRT, scales["deviation"], bits)
+        if self.codebook != "uniform":
             return latent.encode_gaussian(z_NRT, scales["deviation"], bits)
         return latent.encode_uniform(z_NRT, scales["low"], scales["high"], bits)
 
     def _values(self, codes_NRT: Tensor, scales: Tensors, bits: int) -> Tensor:
         if self._in_paths(bits):
             return trellis.decode_path(codes_NRT, scales["deviation"], bits)
-        if self.codebook in ("gaussian", "trellis"):
+        if self._in_steps(bits):
+            return latent.decode_steps(codes_NRT, scales["deviation"], bits)
+        if self.codebook != "uniform":
             return latent.decode_gaussian(codes_NRT, scales["deviation"], bits)
         return latent.decode_uniform(codes_NRT, scales["low"], scales["high"], bits)

@@ -126,27 +126,43 @@ class Basis(Rotation):
 class GradientBasis(Basis):
     """Basis in the metric of the model's own predictions, M = E[g gᵀ], Fisher information by KV head: x̂ = ẑ Dᵀ.
 
-    g is the gradient of the log-probability of tokens drawn from the model, with respect to one token's keys before
-    RoPE, or values. ½ e M eᵀ is, to second order, the divergence in nats that an error e of the token causes in all
-    that follows: the one metric holds for keys and values, and compares between layers.
+    g is the gradient of the log-probability of tokens drawn from the model, with respect to one token's keys in the
+    recipe's position, or values. ½ e M eᵀ is, to second order, the divergence in nats that an error e of the token
+    causes in all that follows: the one metric holds for keys and values, and compares between layers.
 
     B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of an error of ẑ is its square. B is not
     orthogonal; both are stored, and counted in bits.
+
+    group   "all": one basis of all heads · "head": one of each head. Channel j is then of head j mod H, so that runs of
+            one width have as many channels of every head, in the order of their variances
     """
 
     kind: ClassVar[str] = "gradient_basis"
+    group: Literal["all", "head"] = "all"
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
-        return (tensors["basis"], tensors["dual"].mT) if tensors else None
+        if not tensors:
+            return None
+        basis, dual = (self._dense(tensors[name]) for name in ("basis", "dual"))
+        return basis, dual.mT
+
+    def _dense(self, matrix: Tensor) -> Tensor:
+        """Return [C, R] of [H, D, R / H], zeros where a channel is of another head; [C, R] as it is."""
+        if self.group == "all":
+            return matrix
+        heads, size, count = matrix.shape
+        dense_HDNH = matrix.new_zeros(heads, size, count, heads)
+        head_H = torch.arange(heads, device=matrix.device)
+        dense_HDNH[head_H, :, :, head_H] = matrix
+        return dense_HDNH.view(heads * size, count * heads)
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """Return the fitted basis B, and its dual D, DᵀB = 1."""
-        basis = super().tensors(site, geometry)
-        return basis | {"dual": basis["basis"]}
-
-    def check(self, site: Site) -> None:
-        if site.role == "key" and site.position == "post":
-            raise ValueError('gradients are of keys before RoPE; use position "pre"')
+        basis = super().tensors(site, geometry)["basis"]
+        if self.group == "head":
+            (_, stored), dtype = basis
+            basis = (geometry.kv_heads, geometry.head_size, stored // geometry.kv_heads), dtype
+        return {"basis": basis, "dual": basis}
 
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")

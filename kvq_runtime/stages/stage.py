@@ -379,7 +379,8 @@ class Site:
     scheme     the Scheme that it is part of
     role       "key" or "value"
     layer      the layer; 0 before the model is known
-    position   "pre": keys are encoded as they are before RoPE · "post": as the model caches them
+    position   "pre": keys are encoded as they are before RoPE · "post": as the model caches them · "segment": turned
+               back by the angle of the middle of their segment
     window     of the recipe
     geometry   of the model, once it is known
     """
@@ -387,6 +388,6 @@ class Site:
     scheme: Scheme
     role: Role
     layer: int
-    position: Literal["pre", "post"]
+    position: Literal["pre", "post", "segment"]
     window: Window
     geometry: Geometry | None = None

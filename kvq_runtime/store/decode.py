@@ -189,12 +189,13 @@ class Decoder:
         if x_NTC.data_ptr() != out_BTC.data_ptr():
             out_BTC.copy_(x_NTC.reshape(out_BTC.shape))
         if codec.predictor is not None:
-            turning = is_key and self.recipe.position == "post"
-            mean = codec.mean(Context(rope=self.positions.rope(*store.tokens(run)) if turning else None))
+            turning = is_key and self.recipe.position != "pre"
+            angles = self.positions.rope(*store.tokens(run), codec.segment) if turning else None
+            mean = codec.mean(Context(rope=angles))
             out_BTC.add_(mean.to(out_BTC.dtype))
-        if is_key and self.recipe.position == "pre":
+        if is_key and codec.unrotated:
             heads, size = self.geometry.kv_heads, self.geometry.head_size
-            tables = self.positions.spread(*store.tokens(run), heads, size, out_BTC.dtype)
+            tables = self.positions.spread(*store.tokens(run), heads, size, out_BTC.dtype, codec.segment)
             rope.rotate_rows(out_BTC, *tables, heads, self.positions.rotary_pairs)
 
     def _room(self, role: int, like: Tensor, length: int) -> Tensor:

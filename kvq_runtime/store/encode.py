@@ -177,10 +177,11 @@ class Encoder:
         source = self.positions.source(start, start + length, store.window.sinks)
         if ROLES[role] == "value" or "positions" not in self.recipe.needs:
             return block_input(x_BTC, source)[0].unflatten(1, (count, size)), None
-        undo = "undo" if self.recipe.position == "pre" else None
+        codec = store.codecs[role]
+        undo = "undo" if codec.unrotated else None
         tables, heads = self.positions.rope(start, start + length), self.decoder.geometry.kv_heads
-        k_BTC, rope = block_input(x_BTC, source, tables, undo, heads)
-        keeps = store.codecs[role].scheme.quantize.keeps_dtype
+        k_BTC, rope = block_input(x_BTC, source, tables, undo, heads, codec.segment)
+        keeps = codec.scheme.quantize.keeps_dtype
         k_BTC = k_BTC.to(x_BTC.dtype) if keeps else k_BTC
         assert rope is not None, "tables were given"
         return k_BTC.unflatten(1, (count, size)), tuple(part.unflatten(1, (count, size)) for part in rope)

@@ -132,13 +132,16 @@ class Positions:
             None if x_BT is None else change(x_BT) for x_BT in (self.tokens_BT, self.real_BT, self.positions_BT)
         )
 
-    def rope(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the slots from `start` to `stop`, [B or 1, T, K] each."""
+    def rope(self, start: int, stop: int, segment: int = 0) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the slots from `start` to `stop`, [B or 1, T, K] each; with `segment`, a divisor of
+        `start`, those of the angles from the middle of each slot's segment."""
         rotary = self.rotary or self.require()
         positions_BT = self.tokens_BT if self.positions_BT is None else self.positions_BT
         if positions_BT is None:
-            return rotary.tables(torch.arange(start, stop, device=rotary.frequencies_K.device)[None])
-        return rotary.tables(positions_BT[:, start:stop])
+            tables = rotary.tables(torch.arange(start, stop, device=rotary.frequencies_K.device)[None])
+        else:
+            tables = rotary.tables(positions_BT[:, start:stop])
+        return rope.between(tables, rope.of_middles(tables, segment)) if segment else tables
 
     def rope_at(self, slots_BM: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of single slots of each row, [B, M, K] each."""
@@ -172,11 +175,15 @@ class Positions:
         """Return the pairs of channels that RoPE rotates in a head: half of its channels, or fewer."""
         return len(self.require().frequencies_K)
 
-    def spread(self, start: int, stop: int, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`rope` as factors of every channel, [B or 1, T, C] each; kept for the layers above."""
-        key = (start, stop, dtype)
+    def spread(
+        self, start: int, stop: int, heads: int, size: int, dtype: torch.dtype, segment: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return `rope` of the slots, or with `segment` of the middles of their segments, as factors of every channel:
+        [B or 1, T, C] each; kept for the layers above."""
+        key = (start, stop, dtype, segment)
         if key not in self._spread:
-            cos, sin = rope.spread(*self.rope(start, stop), heads, size)
+            tables = self.rope(start, stop)
+            cos, sin = rope.spread(*(rope.of_middles(tables, segment) if segment else tables), heads, size)
             self._spread[key] = (cos.to(dtype), sin.to(dtype))
         return self._spread[key]
 

@@ -119,9 +119,9 @@ class PagedLayer:
         """Encode keys and values [N, T, C]; `source` as in `block_input`."""
         tables, encoded = self._tables(positions_NT), dict[Role, Fields]()
         for role, codec in self.codecs.items():
-            turn = "undo" if codec.before_rope else None
+            turn = "undo" if codec.unrotated else None
             taken = tables if role == "key" else None
-            x_NTC, turned = block_input(pair[role], source_NS, taken, turn, self.geometry.kv_heads)
+            x_NTC, turned = block_input(pair[role], source_NS, taken, turn, self.geometry.kv_heads, codec.segment)
             x_NTC = x_NTC.to(pair[role].dtype) if codec.scheme.quantize.keeps_dtype else x_NTC
             encoded[role] = codec.encode(x_NTC, Context(rope=turned))
         return encoded
@@ -130,8 +130,11 @@ class PagedLayer:
         """Return keys, after RoPE, or values of tokens [N, T, C]."""
         codec, tables = self.codecs[role], self._tables(positions_NT)
         context = Context(rope=tables)
+        if codec.segment and tables is not None:
+            middles = rope.of_middles(tables, codec.segment)
+            tables, context = middles, Context(rope=rope.between(tables, middles))
         x_NTC = codec.restore(codec.decode(fields, context), context)
-        if not codec.before_rope:
+        if not codec.unrotated:
             return x_NTC
         assert tables is not None, "keys before RoPE without the model's rotation"
         return rope.rotate(x_NTC.float().unflatten(-1, (self.geometry.kv_heads, -1)), *tables).flatten(-2)

@@ -42,8 +42,8 @@ def test_no_other_path_has_less_weighted_error(bits, tokens):
     """Every path of a short block is tried, in float64; gains of tokens differ fourfold."""
     z, deviation = numbers(2, 3, tokens), torch.tensor([0.7, 1.0, 2.0])
     gain = torch.exp(0.7 * numbers(2, tokens, seed=1))
-    found = trellis.decode_path(trellis.encode_path(z / gain[:, None], deviation, bits, gain), deviation, bits)
-    assert torch.equal(trellis.on_path(z / gain[:, None], deviation, bits, gain), found)
+    found = trellis.decode_path(trellis.encode_path(z / gain[:, None], deviation, bits, gain[:, None]), deviation, bits)
+    assert torch.equal(trellis.on_path(z / gain[:, None], deviation, bits, gain[:, None]), found)
     error = (found.double() * gain[:, None] - z).square().sum(-1)
     paths = np.array([by_hand(list(path), bits) for path in itertools.product(range(2**bits), repeat=tokens)])
     for block, channel in itertools.product(range(2), range(3)):

@@ -52,7 +52,7 @@ def test_the_gain_with_the_least_error_is_taken():
     for block in range(2):
         for token in range(24):
             code, expected = by_hand(z[block, token].double().numpy())
-            assert chosen[block, token] == code
+            assert chosen[block, 0, token] == code
             np.testing.assert_allclose(found[block, token], expected, rtol=2**-8)
     assert len(chosen.unique()) == 8
 

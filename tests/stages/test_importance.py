@@ -57,7 +57,7 @@ def test_a_path_has_the_least_error_of_all_as_errors_count():
         points = trellis.decode_path(every[None], sigma.repeat(256), 1)[0]
         z_NT = z_NRT[:, channel]
         best_N = ((points[None] - z_NT[:, None]) * scale_NT[:, None]).square().sum(-1).amin(1)
-        codes = trellis.encode_path(z_NRT, deviation, 1, scale_NT)[:, channel]
+        codes = trellis.encode_path(z_NRT, deviation, 1, scale_NT[:, None])[:, channel]
         found_NT = trellis.decode_path(codes[:, None], sigma[None], 1)[:, 0]
         torch.testing.assert_close(((found_NT - z_NT) * scale_NT).square().sum(-1), best_N, rtol=1e-4, atol=0)
 

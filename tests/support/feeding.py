@@ -55,7 +55,7 @@ REPRESENTATIVE = (  # one recipe of each combination of stages and policies
     "svdq-wf-2bit-v4+key.rotate=gradient_basis", "svdq-online-2bit",
     "subkv-2bit", "aqua-2bit", "aqua-2bit+position=post", "aqua-2bit+key.axis=channel+value.axis=channel",
     "aqua-2bit+key.predict=low_rank+value.predict=mlp", "aqua-2bit+all.predict.storage=gptq4+all.predict.below=1,2",
-    "aqua-fisher-1bit", "aqua-h2o-2bit",
+    "aqua-fisher-1bit", "aqua-h2o-2bit", "fisher-2bit", "fisher-head-3bit",
 )  # fmt: skip
 
 
@@ -72,6 +72,7 @@ SLOW = (  # what takes long, or differs from another one in a width or a rotatio
     "polar-paper-fitted+all.rotate=none", "squat-online-2bit", "svdq-online-2bit",
     "svdq-wf-2bit-v4+key.rotate=gradient_basis",
     "aqua-2bit+all.predict.storage=gptq4+all.predict.below=1,2", "aqua-fisher-1bit", "aqua-h2o-2bit",
+    "fisher-head-3bit",
 )  # fmt: skip
 every_recipe = pytest.mark.parametrize(
     "recipe",

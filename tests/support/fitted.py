@@ -97,7 +97,7 @@ def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torc
     if field == "cell":
         return 0.5 * (1 + 0.05 * x)
     if field == "gain_ends":  # of tokens half and twice as large as others
-        return torch.tensor([-0.7, 0.7])
+        return torch.tensor([-0.7, 0.7]).expand(shape).clone()
     if field == "importance":
         return x / (2 * shape[-1] ** 0.5)
     if field.endswith(("step", "low")):  # of 4-bit weights: 64 inputs to a group

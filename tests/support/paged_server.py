@@ -141,11 +141,11 @@ class PagedServer:
         size = self.page if self.by_block else count
         tables = self.rotary.tables(positions.view(-1, size))
         given = x_TC[positions].view(-1, size, self.size.width)
-        if codec.before_rope:
+        if codec.unrotated:
             given = rope.unrotate(given.unflatten(-1, (heads, -1)), *tables).flatten(-2)
         context = Context(rope=tables)
         found = codec.restore(codec.decode(codec.encode(given, context), context), context).float()
-        if codec.before_rope:
+        if codec.unrotated:
             found = rope.rotate(found.unflatten(-1, (heads, -1)), *tables).flatten(-2)
         return torch.cat([found.flatten(0, 1), torch.zeros(len(x_TC) - count, self.size.width)])
 

@@ -126,7 +126,6 @@ def test_a_gradient_basis_has_errors_that_cost_less():
         (Scheme(Mixed()), "belong together"),
         (Scheme(Rtn(2), rotate=Basis()), "belong together"),
         (Scheme(Mixed(), rotate=Basis(), axis="channel"), 'need axis "token"'),
-        (Scheme(Mixed(), rotate=GradientBasis()), "gradients are of keys before RoPE"),
     ],
 )
 def test_sides_that_cannot_be(scheme, message):

@@ -171,7 +171,7 @@ def test_the_draft_is_fitted_to_a_few_sequences_and_its_variances_are_as_of_othe
     _, _, work = runs._fit_recipe(part, stream, 1, part.plan.recipes[0], collected, folder)
     found, count, width = runs._variances(work, collected), 3 * (256 - 4), part.plan.geometry.width
     for role, inputs in (("key", 2), ("value", 3)):
-        moment_HDD = gradients.moment(part, 1, role, 4)  # type: ignore[arg-type]
+        moment_HDD = gradients.moment(part, 1, role, recipe)  # type: ignore[arg-type]
         cost = float(moment_HDD.diagonal(dim1=-2, dim2=-1).mean())
         latent_C = work.fits[role].statistics.directions(rotate.metric(recipe.scheme(1, role).rotate))[0]
         assert found[role] == pytest.approx((cost * latent_C / (1 - inputs * width / count)).tolist())

@@ -1,0 +1,50 @@
+"""Latents of each layer alone, in bases in the metric of the model's gradients, that fold into query and output.
+
+    r = k' - R μ → z = r B → codes of z / g, bits by water-filling        x̂ = R_τ (ẑ Dᵀ + R μ)
+
+    k'  keys turned back by the position τ of the middle of their segment of 32 tokens: within a segment only fast
+        channels turn, so keys stay as compressible as before RoPE, nearly, while a query is turned once a segment
+    B   is in the metric of Fisher information, for keys and values alike; D its dual
+    z   has codes of Lloyd–Max points of at most 4 bits, above them even steps: runs of a width are whole slabs of 16
+        channels, and a kernel computes points
+    g   are gains, of parts of a token's latents
+
+Nothing is predicted from layers below. Since q · R_τ ẑ Dᵀ = (Dᵀ R_-τ q) · ẑ, and a sum of values is a sum of latents
+times Dᵀ, a step reads codes and multiplies once a segment. Bits of all layers, of keys and of values are filled in one
+order by the cost of errors. `fisher-head-*` have a basis and gains of each head, which tensor parallel workers share
+out. `fisher-pre-*` take keys before RoPE, which lose least and have to be decoded to be read.
+
+Source: as of `aqua_fisher.py`, without its predictions and paths. Differs: no paper has keys by segment.
+"""
+
+from functools import partial
+from typing import Literal
+
+from kvq_runtime.recipe import Family, Position, Recipe, Scheme
+from kvq_runtime.stages.latent import Mixed
+from kvq_runtime.stages.predict import Mean
+from kvq_runtime.stages.rotate import GradientBasis
+
+SLAB = 16  # sides of a tensor core's tile
+BITS = (2.0, 2.5, 3.0, 4.0)
+
+
+def fisher(name: str, bits: float, group: Literal["all", "head"] = "all", position: Position = "segment") -> Recipe:
+    """Return the recipe with `bits` bits per element, averaged over all layers, keys and values, gains included."""
+    gains: int | Literal["head"] = "head" if group == "head" else 4
+    rounding = Mixed(
+        target=bits, codebook="stepped", gain=3 if group == "head" else 2, gains=gains, slab=SLAB, shared=True
+    )
+    scheme = Scheme(rounding, predict=Mean(), rotate=GradientBasis(group))
+    where = "keys before RoPE" if position == "pre" else "keys by segment"
+    basis = "a basis of each head" if group == "head" else "one basis of all heads"
+    summary = f"{where}, {basis}, in the metric of gradients, {bits:g} bits"
+    return Recipe(name, scheme, scheme, position, summary=summary)
+
+
+FAMILY = Family(
+    presets={f"fisher-{bits:g}bit": partial(fisher, bits=bits) for bits in BITS}
+    | {f"fisher-head-{bits:g}bit": partial(fisher, bits=bits, group="head") for bits in BITS}
+    | {f"fisher-pre-{bits:g}bit": partial(fisher, bits=bits, position="pre") for bits in BITS},
+    compared=("fisher-2bit", "fisher-3bit", "fisher-4bit"),
+)
