@@ -115,8 +115,10 @@ def _turned(g_NTC: Tensor, turned: int, tables: tuple[Tensor, Tensor] | None, he
     """Turn gradients at keys before RoPE into those at keys as they are encoded."""
     if not turned or tables is None:
         return g_NTC
-    one = torch.ones_like(tables[0]), torch.zeros_like(tables[1])
-    angles = rope.between(tables, one if turned < 0 else rope.of_middles(tables, turned))
+    norm = tables[0].float().square() + tables[1].float().square()
+    angles = (tables[0] / norm, tables[1] / norm)  # of keys that RoPE scales
+    if turned > 0:
+        angles = rope.between(tables, rope.of_middles(tables, turned))
     return rope.rotate(g_NTC.float().unflatten(-1, (heads, -1)), *angles).flatten(-2)
 
 

@@ -16,6 +16,7 @@ Differs: kernels, which cannot see all scores at once, merge parts by their log-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -140,8 +141,9 @@ class Reference(Path):
             return exact
         reader, parts = store.codecs[0].packed_reader, list[Tensor]()
         if reader is not None and q_YND.shape[1] <= _PACKED:
-            for blocks in store.packed(0, hidden):
-                parts.append(reader.scores(q_YND, blocks))
+            for run, blocks in zip(store.runs, store.packed(0, hidden), strict=True):
+                angles = partial(self.positions.by_segment, *store.tokens(run))
+                parts.append(reader.scores(q_YND, blocks, angles))
         else:
             for run in store.runs:
                 parts.append(torch.bmm(q_YND, self._decoded(store, 0, run, hidden).mT))

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.block_input import Context, side_by_side
+from kvq_runtime.codec.latent_reader import LatentReader
 from kvq_runtime.codec.matrices import matrices, stored_places
-from kvq_runtime.codec.packed import packed_reader
+from kvq_runtime.codec.packed import PackedReader, packed_reader
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch, latent, product, rope
 from kvq_runtime.ops.constant import lasting
@@ -52,6 +53,7 @@ class Codec:
         self.unrotated = role == "key" and recipe.position != "post"
         self.segment = recipe.segment if role == "key" and recipe.position == "segment" else 0
         self._turn_mean = role == "key" and recipe.position != "pre"
+        self._carried = recipe.cross_layer  # decoded for the layers above in any case
         self._width = self.scheme.width(recipe.window.block, geometry)
         self._hold(tensors, _CPU)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
@@ -92,7 +94,20 @@ class Codec:
         forward = self._rotation
         # all codecs share a Hadamard's matrix, which is made once a process
         self._forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
-        self.packed_reader = None if self.unrotated else packed_reader(self.scheme, self.geometry, self.back, device)
+        self.packed_reader = self._reader(device)
+
+    def _reader(self, device: torch.device) -> PackedReader | LatentReader | None:
+        """Return the reader of its packed blocks; None: keys before RoPE, and all that is predicted, are decoded."""
+        if self.unrotated and not self.segment:
+            return None
+        scheme, mean, back = self.scheme, self._own["predict"].get("mean"), self.back
+        if not scheme.quantize.takes_latents:
+            return None if self.unrotated else packed_reader(scheme, self.geometry, back, device)
+        fitted = back is not None and "deviation" in self._own["quantize"]
+        if not fitted or self._carried or scheme.correct is not None:
+            return None
+        mean = torch.zeros(self.geometry.width, device=device) if mean is None else mean
+        return LatentReader(scheme, self.geometry, self._own["quantize"], back, mean, self.segment)
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:

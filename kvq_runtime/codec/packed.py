@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ class PackedReader:
     packed: PackedCodes
     span: int
     turn: Tensor | None
+    by_group: ClassVar[bool] = True  # how slabs lie: the ends of groups by group
 
     @cached_property
     def group(self) -> int:
@@ -71,8 +73,8 @@ class PackedReader:
         low = None if low_BTM is None else low_BTM.mT.reshape(-1, 1, tokens)
         return PackedBlocks(batch, batch * groups, batch * self.geometry.kv_heads, tokens, fields["codes"], scale, low)
 
-    def scores(self, q_YND: Tensor, packed_blocks: PackedBlocks) -> Tensor:
-        """q · x for every token of the blocks: [Y, N, T]."""
+    def scores(self, q_YND: Tensor, packed_blocks: PackedBlocks, angles: object = None) -> Tensor:
+        """q · x for every token of the blocks: [Y, N, T]. `angles` are for readers whose keys turn."""
         q_ZNW = self._groups(q_YND, packed_blocks)
         s_ZNT = torch.bmm(q_ZNW, self._values(packed_blocks).mT).mul_(packed_blocks.scale)
         if packed_blocks.low is not None:

@@ -45,7 +45,11 @@ def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, di
     width = len(moment_CC)
     if not stage.gain:
         return stage, scales(stage, z_NR, deviation_R, width)
-    return stage, with_gain(stage, z_NR, deviation_R, width, stage.gain_count(codec.geometry.kv_heads))
+    heads = codec.geometry.kv_heads
+    tensors = with_gain(stage, z_NR, deviation_R, width, stage.gain_count(heads))
+    if stage.gains == "head":
+        tensors["deviation"] = tensors["deviation"].unflatten(0, (-1, heads)).mT.contiguous()
+    return stage, tensors
 
 
 def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int, gains: int = 1) -> dict[str, Tensor]:

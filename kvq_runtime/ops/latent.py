@@ -166,6 +166,14 @@ def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Ten
     return torch.stack([_away(size_NRT, scale_R1, bits).square_().sum(1) for scale_R1 in scales])
 
 
+@constant(64)
+def points(bits: int, steps: bool, device: torch.device) -> Tensor:
+    """Return what codes of so many bits stand for, in deviations, float32 [2^bits]; `steps`: of "stepped"."""
+    if steps and bits >= STEPPED:
+        return ((torch.arange(2**bits) - (2**bits - 1) / 2) * step(bits)[0]).float().to(device)
+    return gaussian(bits)[1].float().to(device)
+
+
 def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Decode codes [N, R, T] of 1 to 8 bits, with deviations [R], to float32."""
     table = gaussian(bits)[1].to(codes_NRT.device, torch.float32)

@@ -17,6 +17,11 @@ from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Te
 WEIGHED = 0.8
 
 
+def flat(scale: Tensor) -> Tensor:
+    """Return numbers of stored channels, [R], from those by head, [H, R / H], or as they are."""
+    return scale if scale.ndim == 1 else scale.mT.flatten()
+
+
 @dataclass(frozen=True)
 class Mixed(Quantizer):
     """Round latent channels of run i, `counts[i]` of them, to `bits[i]` bits.
@@ -137,7 +142,9 @@ class Mixed(Quantizer):
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The scales of the stored channels; logarithms of the least and the largest gain; what tells importance."""
         names = ("low", "high") if self.codebook == "uniform" else ("deviation",)
-        specs: Specs = {name: ((self.stored(geometry.width),), torch.float32) for name in names}
+        stored, heads = self.stored(geometry.width), geometry.kv_heads
+        shape = (heads, stored // heads) if self.gains == "head" else (stored,)  # so that workers share heads out
+        specs: Specs = {name: (shape, torch.float32) for name in names}
         gains = self.gain_count(geometry.kv_heads)
         specs |= {"gain_ends": ((2,) if gains == 1 else (gains, 2), torch.float32)} if self.gain else {}
         return specs | ({"importance": ((geometry.width,), torch.float32)} if self.weighed else {})
@@ -147,6 +154,10 @@ class Mixed(Quantizer):
             raise ValueError('mixed bits need axis "token" and a block of a multiple of 8 tokens')
         if self.weighed and (site.scheme.predict is None or site.scheme.correct is not None):
             raise ValueError("weighed=True needs a prediction, if only of the mean, and no correction; set it to false")
+        if (self.gains == "head") != (getattr(site.scheme.rotate, "group", "all") == "head") and self.gain:
+            raise ValueError(
+                'gains of each head and a basis of each head belong together; use group="head" and gains="head"'
+            )
         if site.geometry is not None and self.target and not self.counts:
             unit = self.unit(site.scheme, site.geometry)
             if site.geometry.width % unit:
@@ -218,6 +229,37 @@ class Mixed(Quantizer):
             values.append((values_NRT if gain_NRT is None else gain_NRT[:, part] * values_NRT).bfloat16())
             start = stop
         return torch.cat(values, 1).mT
+
+    def scale(self, tensors: Tensors) -> Tensor:
+        """Return the factor of each stored channel that `latents` leaves out, float32 [R]."""
+        return flat(tensors["deviation"])
+
+    def tokens(self, codes: Tensor, width: int) -> int:
+        """Return the tokens of a block whose codes are [..., bytes]."""
+        return 8 * codes.shape[-1] // sum(count * bits for count, bits in self.runs(width))
+
+    def latents(self, fields: Fields, width: int, tensors: Tensors) -> Tensor:
+        """Decode blocks [B, n, ...] to latents over their deviations, gains included, float32 [B, R, n · T]."""
+        packed = fields["codes"]
+        batch, blocks, _ = packed.shape
+        rows, out, start = self.tokens(packed, width), list[Tensor](), 0
+        for count, bits in self.runs(width):
+            stop = start + count * pack.packed_size(rows, bits)
+            part = packed[..., start:stop].unflatten(2, (count, -1)).transpose(1, 2).contiguous()
+            codes_BRnT = pack.unpack(part, bits, rows)
+            if self._in_paths(bits):
+                one = torch.ones(count * blocks, device=packed.device)
+                out.append(trellis.decode_path(codes_BRnT.flatten(1, 2), one, bits).view(batch, count, -1))
+            else:
+                table = latent.points(bits, self.codebook == "stepped", packed.device)
+                out.append(table.index_select(0, codes_BRnT.flatten().int()).view(batch, count, -1))
+            start = stop
+        y_BRT = torch.cat(out, 1)
+        if self.gain:
+            gains = fields["gain"] if fields["gain"].ndim == 4 else fields["gain"][:, :, None]
+            codes_BGT = pack.unpack(gains.transpose(1, 2).contiguous(), self.gain, rows).flatten(2)
+            y_BRT *= self.gains_of(codes_BGT, tensors, width)
+        return y_BRT
 
     def at(
         self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, geometry: Geometry, tensors: Tensors
@@ -337,7 +379,7 @@ class Mixed(Quantizer):
 
     def _parts(self, width: int, tensors: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
         """Return the channels of each run, their bits, and what scales them."""
-        start, scales = 0, {name: tensors[name] for name in ("low", "high", "deviation") if name in tensors}
+        start, scales = 0, {name: flat(tensors[name]) for name in ("low", "high", "deviation") if name in tensors}
         for count, bits in self.runs(width):
             part = slice(start, start + count)
             yield part, bits, {name: scale[part] for name, scale in scales.items()}

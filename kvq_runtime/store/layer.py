@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.codec.packed import PackedBlocks
 from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops.constant import lasting
@@ -128,7 +127,7 @@ class LayerStore:
         """(first, last + 1) of the tokens of a run of blocks."""
         return run[0] * self.window.block, run[1] * self.window.block
 
-    def packed(self, role: int, first: int) -> list[PackedBlocks]:
+    def packed(self, role: int, first: int) -> list[Any]:
         """The blocks of each slab, from token `first` on, as their codec's packed reader takes them; views, for a
         single row, are kept."""
         kept = self._packed[role]
@@ -231,9 +230,13 @@ class LayerStore:
             order = self.orders[role]
             if fields:
                 arranged = fields if order is None else order.arranged(fields)
-                storage.put(self.slabs[role], self.blocks, arranged, self.codecs[role].packed_reader is not None)
+                storage.put(self.slabs[role], self.blocks, arranged, self._by_group(role))
         self.blocks += count
         self._count_blocks()
+
+    def _by_group(self, role: int) -> bool:
+        reader = self.codecs[role].packed_reader
+        return reader is not None and reader.by_group
 
     @lasting
     def drop(self, kept_BK: Tensor) -> None:
@@ -328,7 +331,7 @@ class LayerStore:
         self.front = self.window.sinks if self.blocks else 0
         self.runs: list[Run] = [(n, min(n + SLAB, self.blocks)) for n in range(0, self.blocks, SLAB)]
         self.sizes = [(stop - start) * self.window.block for start, stop in self.runs]
-        self._packed: list[list[PackedBlocks]] = [[], []]
+        self._packed: list[list[Any]] = [[], []]
 
     @lasting
     def _rebuffer(self, needed: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.ops import rope
-from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.ops.rope import Pair, Rotary
 from kvq_runtime.store.storage import storage_bytes
 
 
@@ -27,6 +27,7 @@ class Positions:
         self.positions_BT: Tensor | None = None
         self.rotary: Rotary | None = None
         self._spread: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._segments: dict[tuple[int, int, int], tuple[Pair | None, Pair]] = {}
         self._sources: dict[tuple[int, int, int], Tensor | None] = {}
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
         self._complete: dict[int, int] = {}
@@ -187,9 +188,22 @@ class Positions:
             self._spread[key] = (cos.to(dtype), sin.to(dtype))
         return self._spread[key]
 
+    def by_segment(self, start: int, stop: int, segment: int) -> tuple[Pair | None, Pair]:
+        """Return cos and sin of the middles of the slots' segments, [B or 1, S, K], or None with segment 0, and of the
+        slots, [B or 1, T, K]; kept for the layers above."""
+        key = start, stop, segment
+        if key not in self._segments:
+            tables, middles = self.rope(start, stop), None
+            if segment:
+                whole = rope.of_middles(tables, segment)
+                middles = whole[0][:, ::segment], whole[1][:, ::segment]
+            self._segments[key] = middles, tables
+        return self._segments[key]
+
     def forget_factors(self) -> None:
         """Drop what `spread` and `source` kept."""
         self._spread.clear()
+        self._segments.clear()
         self._sources.clear()
 
     def sink_slots(self, sinks: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ O pages in which a step's tokens stand · E entries of a pool · Y = R · H · M
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
-from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.ops.rope import Pair, Rotary
 from kvq_runtime.vllm.exact import Copies, ExactStep, Piece
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
@@ -87,7 +88,8 @@ class PagedLayer:
         """Return q · k of every token of columns of the block table, from token `first` on: [Y, M, P · N]."""
         reader = self.codecs["key"].packed_reader
         if reader is not None and q_YMD.shape[1] <= PACKED:
-            return reader.scores(q_YMD, reader.view_blocks(self._fields("key", pages_RP), 0))
+            blocks = reader.view_blocks(self._fields("key", pages_RP), 0)
+            return reader.scores(q_YMD, blocks, partial(self._angles, first, blocks.tokens))
         return torch.bmm(q_YMD, self._decoded("key", pages_RP, first).mT)
 
     def mix(self, p_YMT: Tensor, pages_RP: Tensor, first: int) -> Tensor:
@@ -138,6 +140,15 @@ class PagedLayer:
             return x_NTC
         assert tables is not None, "keys before RoPE without the model's rotation"
         return rope.rotate(x_NTC.float().unflatten(-1, (self.geometry.kv_heads, -1)), *tables).flatten(-2)
+
+    def _angles(self, first: int, tokens: int, segment: int) -> tuple[Pair | None, Pair]:
+        """Return the angles of tokens from position `first` on, as `Positions.by_segment`."""
+        assert self.rotary is not None, "keys by segment without the model's rotation"
+        tables = self.rotary.tables(first + torch.arange(tokens, device=self.rotary.frequencies_K.device)[None])
+        if not segment:
+            return None, tables
+        whole = rope.of_middles(tables, segment)
+        return (whole[0][:, ::segment], whole[1][:, ::segment]), tables
 
     def _tables(self, positions_NT: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of positions, where the recipe needs them."""

@@ -40,6 +40,24 @@ def slow(x_NTC: Tensor, source: list[list[int]], turn: str | None) -> tuple[Tens
     return torch.stack(rows).view(len(source), -1, HEADS * SIZE), torch.stack(places).view(len(source), -1, SIZE // 2)
 
 
+@pytest.mark.parametrize("first", [0, 5, 40_000])
+def test_keys_by_segment_do_not_depend_on_their_position(first):
+    """From before RoPE and from after it they are the same, wherever the text stands, and read back what they were."""
+    x, rotary = keys(), replace(ROTARY, scaling=1.25)
+    tables = rotary.tables(torch.arange(first, first + TOKENS)[None])
+    before, angles = block_input(x, None, tables, "apply", HEADS, segment=3)
+    at_zero, _ = block_input(x, None, ROTARY.tables(torch.arange(TOKENS)[None]), "apply", HEADS, segment=3)
+    torch.testing.assert_close(before, at_zero, atol=0.02, rtol=0)  # angles of 40,000 are float32
+    after = rope.rotate(x.unflatten(-1, (HEADS, -1)), *tables).flatten(-2)
+    undone, same = block_input(after, None, tables, "undo", HEADS, segment=3)
+    torch.testing.assert_close(undone, before)
+    torch.testing.assert_close(same, angles)
+    back = rope.rotate(undone.unflatten(-1, (HEADS, -1)), *rope.of_middles(tables, 3)).flatten(-2)
+    torch.testing.assert_close(back, after)
+    middle = x.unflatten(1, (2, 3))[:, :, 1]  # which is not turned
+    torch.testing.assert_close(before.unflatten(1, (2, 3))[:, :, 1], middle, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("turn", ["apply", "undo", None])
 @pytest.mark.parametrize(
     "source",

@@ -15,7 +15,9 @@ from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact
+from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import ROLES, Recipe, preset
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -82,6 +84,17 @@ def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
     for name, sums in expected.items():
         torch.testing.assert_close(found[name], sums, rtol=2e-3, atol=1e-6 * float(sums.abs().max()))
     assert not list(folder.iterdir()), "hidden states are deleted on the way down"
+
+
+@pytest.mark.parametrize("segment", [-1, 4])
+def test_gradients_turn_as_keys_do(segment):
+    """The gradient at keys as they are encoded, by autograd, is that at keys before RoPE, turned."""
+    tables = Rotary(10000.0 ** (-torch.arange(4) / 4), 1.25, torch.float32).tables(torch.arange(9, 21)[None])
+    k_NTC = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x_NTC, _ = block_input(k_NTC, None, tables, "apply", 2, max(segment, 0))
+    x_NTC.retain_grad()
+    (x_NTC * torch.randn_like(x_NTC)).sum().backward()
+    torch.testing.assert_close(gradients._turned(k_NTC.grad, segment, tables, 2), x_NTC.grad)
 
 
 def test_errors_cost_half_their_square_in_nats(tmp_path):
