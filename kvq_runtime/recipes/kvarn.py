@@ -7,11 +7,10 @@ fitted. "2 bits" are 2 and, with heads of 128, three 16-bit numbers for 128 elem
     kvarn-k4v2    4 bits for keys, 2 for values: what the authors serve
     kvarn-k2v2    the paper's 2 bits
 
-Source: Müller et al., 2026 (KVarN, arXiv 2606.03458), of which the abstract and the authors' description and tests in
-huawei-csl/KVarN were at hand, not the paper's text: 16 iterations, tiles of 128 tokens, scales in float16.
-Differs: the Hadamard has random signs (theirs: not known); 4 first tokens and 128 to 255 newest stay exact (theirs: a
-pool of first and newest blocks). Keys are encoded less the bias of `k_proj`. See `stages/sinkhorn.py` and
-`ops/sinkhorn.py`.
+Source: Müller et al., 2026 (KVarN, arXiv 2606.03458): the abstract, and the description and tests of the authors'
+code (huawei-csl/KVarN); the paper's text was not at hand. 16 iterations, tiles of 128 tokens, scales in float16.
+Differs: the Hadamard has random signs (public ports have none); the first 4 and the newest 128 to 255 tokens stay exact
+(theirs: a pool of first and newest blocks). Others are in `stages/sinkhorn.py` and `ops/sinkhorn.py`.
 """
 
 from functools import partial
