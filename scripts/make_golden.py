@@ -53,6 +53,7 @@ GOLDEN = (
     "aqua-h2o-2bit",
     "higgs-2bit",
     "kivi-2bit",
+    "kvarn-k4v2",
     "kvquant-3bit",
     "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse+name=kivi-2bit-outliers",
     "oscar-2bit",

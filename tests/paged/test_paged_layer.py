@@ -22,7 +22,8 @@ from kvq_runtime.vllm.served_recipe import Shard, shard_of
 RECIPES = [
     "exact", "higgs-head-3bit", "polar-3bit", "mean-lloyd-3bit-post", "mean-higgs-2bit",  # token by token
     "kivi-2bit-r32", "gear-2bit+all.quantize.group=32+all.correct.rank=2+window.block=32",
-    "squat-pre-2bit-paper+window.recent=32+window.block=32",  # whole pages
+    "squat-pre-2bit-paper+window.recent=32+window.block=32",
+    "kvarn-k4v2+window.recent=32+window.block=32",  # whole pages
 ]  # fmt: skip
 
 

@@ -51,7 +51,7 @@ REPRESENTATIVE = (  # one recipe of each combination of stages and policies
     "exact", "exact-pre", "rtn-2bit", "kivi-2bit", "quarot-2bit", "higgs-2bit", "mean-higgs-2bit",
     "mean-higgs-head-2bit-post", "lloyd-3bit", "mean-lloyd-3bit-post", "turboquant-3bit",
     "kvquant-3bit", "gear-2bit", "zipcache-2bit", "oscar-2bit", "polar-paper", "polar-paper-fitted+all.rotate=none",
-    "polar-online", "squat-2bit", "squat-pre-2bit-paper", "squat-online-2bit", "svdq-2bit",
+    "kvarn-k4v2", "polar-online", "squat-2bit", "squat-pre-2bit-paper", "squat-online-2bit", "svdq-2bit",
     "svdq-wf-2bit-v4+key.rotate=gradient_basis", "svdq-online-2bit",
     "subkv-2bit", "aqua-2bit", "aqua-2bit+position=post", "aqua-2bit+key.axis=channel+value.axis=channel",
     "aqua-2bit+key.predict=low_rank+value.predict=mlp", "aqua-2bit+all.predict.storage=gptq4+all.predict.below=1,2",
@@ -68,7 +68,7 @@ class Recipes(dict[str, Recipe]):
 
 RECIPES = Recipes()
 SLOW = (  # what takes long, or differs from another one in a width or a rotation
-    "quarot-2bit", "mean-higgs-2bit", "turboquant-3bit", "kvquant-3bit", "gear-2bit", "polar-online",
+    "quarot-2bit", "mean-higgs-2bit", "turboquant-3bit", "kvquant-3bit", "gear-2bit", "kvarn-k4v2", "polar-online",
     "polar-paper-fitted+all.rotate=none", "squat-online-2bit", "svdq-online-2bit",
     "svdq-wf-2bit-v4+key.rotate=gradient_basis",
     "aqua-2bit+all.predict.storage=gptq4+all.predict.below=1,2", "aqua-fisher-1bit", "aqua-h2o-2bit",

@@ -7,7 +7,7 @@ import torch
 from kvq_runtime.codec.codec import Codec
 
 # the error of Lloyd's and Max's quantizers, relative to the deviation (Max, 1960, table I), 8 bits by Panter and Dite
-SLACK = {"mixed": 1.35, **dict.fromkeys(("rtn", "rtn_clipped", "separable", "nuq"), 1.6)}  # by kind; others: 1.15
+SLACK = {"mixed": 1.35} | dict.fromkeys(("rtn", "rtn_clipped", "separable", "sinkhorn", "nuq"), 1.6)  # others: 1.15
 LLOYD_MAX = {0: 1.0, 1: 0.603, 2: 0.343, 3: 0.186, 4: 0.0975, 8: 0.0068}
 
 
