@@ -25,14 +25,15 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(INSTALL) -e '.[bench]'
 	@touch $@
 
-real-model: build/smollm2-135m/config.json ## make build/smollm2-135m, a real language model (93 MB to fetch, 0.6 GB)
+MODEL ?= smollm2-135m
+real-model: build/$(MODEL)/config.json ## make build/MODEL: smollm2-135m (93 MB to fetch), MODEL=qwen2.5-coder-0.5b (0.5 GB), -1.5b (1.1 GB)
 
-build/smollm2-135m/config.json: scripts/real_model.py | $(VENV)/.installed
-	PYTHONPATH=. $(RUN) -m scripts.real_model build smollm2-135m
+build/%/config.json: | $(VENV)/.installed
+	PYTHONPATH=. $(RUN) -m scripts.real_model build $*
 
 gemma3-270m: build/gemma3-270m.gguf ## make build/gemma3-270m.gguf, a real model whose layers mostly slide (238 MB to fetch)
 
-build/gemma3-270m.gguf: scripts/real_model.py | $(VENV)/.installed
+build/gemma3-270m.gguf: | $(VENV)/.installed
 	PYTHONPATH=. $(RUN) -m scripts.real_model build gemma3-270m
 
 # as kvq-calibrate does
@@ -42,7 +43,7 @@ demo: env ## calibrate, publish, load, generate and measure on the embedded mode
 	PYTHONPATH=. $(RUN) -m scripts.demo --json build/demo.json $(DEMO_ARGS)
 
 REAL_MODEL ?= build/smollm2-135m
-demo-real: env $(if $(filter build/%,$(REAL_MODEL)),real-model) ## the same on SmolLM2-135M, in minutes; REAL_MODEL=FOLDER of another one
+demo-real: env $(if $(filter build/%,$(REAL_MODEL)),$(REAL_MODEL)/config.json) ## the same on SmolLM2-135M, in minutes; REAL_MODEL=FOLDER of another one
 	@mkdir -p build
 	PYTHONPATH=. $(RUN) -m scripts.demo --model $(REAL_MODEL) --json build/demo-real.json $(DEMO_ARGS)
 

@@ -169,6 +169,8 @@ MODELS: dict[str, Geometry] = {
         "llama-3.2-3b": (28, 8, 128),
         "mistral-7b-v0.3": (32, 8, 128),
         "smollm2-135m": (30, 3, 64),
+        "qwen2.5-coder-0.5b": (24, 2, 64),
+        "qwen2.5-coder-1.5b": (28, 2, 128),
     }.items()
 }
 

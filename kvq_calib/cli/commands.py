@@ -1,4 +1,4 @@
-"""Add `eval`, `compare`, `bench`, `report` and `gc` to the `kvq` command. Imports nothing heavy."""
+"""Add `check`, `eval`, `compare`, `bench`, `report` and `gc` to the `kvq` command. Imports nothing heavy."""
 
 import argparse
 from importlib import import_module
@@ -42,7 +42,9 @@ GC = "example: kvq gc --published 2d --others 90d --delete. Versions in the regi
 
 
 def add(subparsers: Any) -> None:
-    """Add the five commands."""
+    """Add the six commands."""
+    text = "measure which recipes are safe on a model"
+    _add_check(_command(subparsers, "check", text, "example: kvq check build/qwen2.5-coder-0.5b", "check"))
     _add_eval(_command(subparsers, "eval", "measure perplexity and errors with compressed caches", EVAL, "evaluate"))
     _add_compare(_command(subparsers, "compare", "fit and measure many recipes on one model", COMPARE, "compare"))
     _add_bench(_command(subparsers, "bench", "measure time and memory beside transformers' caches", BENCH, "bench"))
@@ -68,6 +70,14 @@ def _run(function: str, args: argparse.Namespace) -> int:
     for option in ("output", "plot"):
         check_output(f"--{option}", getattr(args, option, None))
     return getattr(import_module("kvq_calib.cli.subcommands"), function)(args)
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", metavar="MODEL", help=MODEL)
+    add("--corpus", metavar="FILE|HUB-ID", default="demo", help="text (default: Python's documentation)")
+    add("--device", help="cpu, cuda, ... (default: cuda if there is one)")
+    command.set_defaults(dtype=None)
 
 
 def _add_eval(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Run `kvq eval`, `compare`, `bench` and `report`. Imported when one of them runs: `kvq list` must not wait for it."""
+"""Run the commands of `commands.py`. Imported when one of them runs: `kvq list` must not wait for it."""
 
 import json
 import webbrowser
@@ -15,6 +15,7 @@ import torch
 
 from kvq_calib import bench as benchmark
 from kvq_calib.cli.progress import Bar, measuring
+from kvq_calib.evaluate import check as checks
 from kvq_calib.evaluate import needles, record, tasks
 from kvq_calib.evaluate.candidate import Candidate, choose, find, keep
 from kvq_calib.evaluate.saved_results import SavedResults
@@ -35,9 +36,30 @@ from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import extra
 from kvq_runtime.ops import product
 from kvq_runtime.registry import rating, reference
-from kvq_runtime.registry.evaluation_records import PROTOCOLS, parse
+from kvq_runtime.registry.evaluation_records import FULL, PROTOCOLS, parse
 from kvq_runtime.registry.resolve import choose as choose_version
 from kvq_runtime.registry.resolve import open_registry
+
+
+def check(args: Namespace) -> int:
+    """Run `kvq check`."""
+    files = models.resolve(args.model)
+    chosen, protocol = checks.candidates(files), record.Protocol(protocols=(FULL,))
+    length = min(checks.LENGTH, files.context)
+    batch = corpus.select(args.corpus, files.path, checks.WINDOWS, length, 0, "held-out")
+    with measuring(record.work(batch, chosen, protocol), args.quiet) as progress:
+        records = record.evaluate(files, batch, chosen, protocol, *_used(args), progress)
+    summary = checks.summarize(files, chosen, records)
+    advice = list(checks.advice(files, args.model, summary["rows"]))
+    if args.json:
+        print_record(summary | {"advice": advice}, True)
+        return 0
+    whole = f"{summary['rows'][0]['MiB']:,.1f} MiB at {summary['tokens']:,} tokens"
+    print(f"{files.id}: kvq compresses {summary['compressed']:.0%} of its cache, in 16 bit {whole}.\n")
+    print_table(summary["rows"], False)
+    text = f"over {checks.WINDOWS} windows of {length} tokens of {args.corpus}, every token but the sinks encoded"
+    print(f"\nKL: nats a token, {text}.\n", *advice, sep="\n")
+    return 0
 
 
 def evaluate(args: Namespace) -> int:

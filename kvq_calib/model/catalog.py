@@ -36,14 +36,12 @@ def _entries() -> list[Entry]:
     embedded = [
         Entry("demo", None, corpus="demo", samples=96, seq_len=1024),
     ]
-    # a real model for small machines, fitted on what every machine has
-    smollm2 = Entry(
-        "smollm2-135m",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        corpus="demo",
-        samples=24,
-        seq_len=1024,
-    )
+    # real models for small machines, fitted on what every machine has
+    small = {
+        "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        "qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+    }
     families = {
         "Qwen/Qwen2.5": ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"),
         "Qwen/Qwen3": ("0.6B", "1.7B", "4B", "8B", "14B", "32B"),
@@ -54,7 +52,7 @@ def _entries() -> list[Entry]:
     hub_ids = [f"{family}-{size}" for family, sizes in families.items() for size in sizes]
     return [
         *embedded,
-        smollm2,
+        *(Entry(name, hub, corpus="demo", samples=24, seq_len=1024) for name, hub in small.items()),
         *(Entry(hub.split("/")[1].lower(), hub) for hub in hub_ids),
     ]
 
