@@ -1,5 +1,5 @@
-"""Pages as vLLM hands them out: whatever is shared, in whatever chunks tokens come, it is the codec's attention. Of
-pages that are encoded whole, when they are full, a query reads its own exact.
+"""Pages as vLLM hands them out: whatever is shared, in whatever chunks tokens come, it is the codec's attention, and a
+query's own page is exact.
 """
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_bytes_of_a_page_are_the_bits_of_the_recipe():
 
 def test_a_first_page_keeps_its_entry_until_it_is_written_as_another():
     """Entries follow physical pages: a shared one has one, a page that is used again for other tokens gives it back."""
-    tokens = ExactTokens(16, 4, tails=False)
+    tokens = ExactTokens(16, 4)
     step = tokens.step([0, 40], [40, 3], [40, 3], [[7, 3, 9], [5, 0, 0]])
     assert step.firsts == [0, 1]
     assert step.arrived.tokens == [*((0, n, n) for n in range(4)), *((1, 40 + n, n) for n in range(3))]
@@ -144,21 +144,42 @@ def test_a_recipe_that_joins_heads_is_not_split(name: str):
         Shard(0, 2).tensors(preset(name), replace(SIZE, kv_heads=4), {})
 
 
-def test_refused_drafts_leave_no_trace():
-    """Drafts that fill a page, and are refused: what is encoded in the end are the tokens that were accepted."""
-    server = PagedServer("kivi-2bit-r32", drafts=4)
-    text = server.add(50)
-    queries = {text: queries_of(50)}
-    server.step({text: (0, 30)}, queries)
-    right = [x.clone() for x in server.texts[text]]
-    for x in server.texts[text]:
-        x[30:34] = 9 * torch.randn(4, SIZE.width)
-    server.step({text: (30, 34)}, queries)  # of which the last three are refused
-    for x, kept in zip(server.texts[text], right, strict=True):
-        x[31:34] = kept[31:34]
-    outs = [server.step({text: (n, n + 1)}, queries)[text] for n in range(31, 50)]
-    expected = server.expected(text, queries[text])[31:]
-    assert (torch.cat(outs) - expected).norm() < 5e-3 * expected.norm()
+@pytest.mark.parametrize("name", ["kivi-2bit-r32", "lloyd-3bit+window.block=32"])
+def test_refused_drafts_leave_no_trace(name: str):
+    """Drafts that fill a page, and are refused: pages and answers are, to the bit, those of a text without drafts."""
+    drafting, plain = PagedServer(name, drafts=4, page=32), PagedServer(name, page=32)
+    right_2TC, queries = torch.randn(2, 50, SIZE.width), {0: queries_of(50)}
+    for server in (drafting, plain):
+        server.tables, server.texts = [[7, 9]], [tuple(right_2TC.clone())]
+        server.step({0: (0, 30)}, queries)
+    for x_TC in drafting.texts[0]:
+        x_TC[31:34] = 9 * torch.randn(3, SIZE.width)  # refused; they fill the page, and begin the next one
+    outs = {drafting: [drafting.step({0: (30, 34)}, queries)[0][:1]], plain: [plain.step({0: (30, 31)}, queries)[0]]}
+    drafting.texts = [tuple(right_2TC)]
+    for server, out in outs.items():
+        out += [server.step({0: (n, n + 1)}, queries)[0] for n in range(31, 50)]
+    assert torch.equal(drafting.cache[7].view(torch.uint8), plain.cache[7].view(torch.uint8))
+    assert torch.allclose(torch.cat(outs[drafting]), torch.cat(outs[plain]), atol=1e-5)
+
+
+def test_a_page_of_other_layers_is_left_to_them(monkeypatch):
+    """vLLM hands the page of an ended request to layers of another kind: its tail is dropped, not encoded there."""
+    monkeypatch.setattr(exact, "IDLE", 2)
+    server = PagedServer("kivi-2bit-r32")
+    ended, settled, other = server.add(20), server.add(20), server.add(40)
+    queries = {i: queries_of(40) for i in (ended, settled, other)}
+    server.step({ended: (0, 20), settled: (0, 20)}, queries)
+    raw = server.cache.view(torch.uint8).flatten(1)
+    pages = [server.tables[i][0] for i in (ended, settled)]
+    stamped = raw[pages[1]].clone()
+    raw[pages[0], :8] = 200  # the first token of another kind
+    theirs = raw[pages[0]].clone()
+    for n in range(4):
+        server.step({other: (n, n + 1)}, queries)
+    for _ in range(2):
+        server.step({server.add(3): (0, 3)}, queries | {len(server.texts) - 1: queries_of(3)})
+    assert server.exact.tails.size == 3, "both tails gave up their entries"
+    assert torch.equal(raw[pages[0]], theirs) and not torch.equal(raw[pages[1]], stamped)
 
 
 @pytest.mark.parametrize(("filled", "sinks"), [(30, 0), (3, 4), (10, 4)])
@@ -187,7 +208,7 @@ def test_a_tail_that_was_settled_is_taken_up_again(filled: int, sinks: int, monk
 
 def test_entries_are_those_of_requests_that_go_on():
     """An entry is given back when its page is full, and when the page is another text's; none is for whole pages."""
-    kept = ExactTokens(16, 0, tails=True)
+    kept = ExactTokens(16, 0)
     made = kept.step([0, 40], [40, 16], [40, 16], [[7, 3, 9], [5]])
     assert made.pieces == [
         [Piece(0, 16, 0, Tail(-1, 7, 0, 16)), Piece(16, 32, 16, Tail(-1, 3, 16, 16)),
