@@ -109,6 +109,7 @@ def served_by(config: VllmConfig, rank: int) -> Served:
         recipe = plugin.paged(served.recipe, config.cache_config.block_size)
     shard = shard_of(whole, rank, config.parallel_config.tensor_parallel_size)
     geometry, tensors = shard.geometry(whole), shard.tensors(recipe, whole, served.tensors)
+    recipe = shard.recipe(recipe)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
     codecs, bits = shared.build(recipe, geometry, tensors), asymptotic_bits(recipe, geometry)
     logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, bits, recipe.window.sinks)

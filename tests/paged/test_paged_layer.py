@@ -13,7 +13,7 @@ from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.constant import own_defaults
-from kvq_runtime.recipe import preset
+from kvq_runtime.recipe import preset, with_each
 from kvq_runtime.vllm import attend, exact, plugin
 from kvq_runtime.vllm.exact import ExactTokens, Piece, Tail
 from kvq_runtime.vllm.page import page_of, shared_pages
@@ -117,24 +117,27 @@ def test_codecs_keep_float32_while_a_model_is_built():
     assert (decoded - x).norm() < 0.25 * x.norm()
 
 
-def test_workers_encode_their_heads_as_one_would():
-    """Tensor parallelism: each worker's codes are its heads' part of everyone's."""
-    for name in ("lloyd-3bit", "mean-higgs-head-2bit-post", "oscar-2bit"):
-        size = Geometry(2, 4, 32)
-        recipe = plugin.paged(preset(name), PAGE)
-        tensors = {
-            name: torch.randn(shape).to(dtype) for name, (shape, dtype) in codecs.all_specs(recipe, size).items()
-        }
-        x = torch.randn(1, 20, size.width)
-        context = Context(rope=ROTARY.tables(torch.arange(20)[None]))
-        whole = shared.build(recipe, size, tensors)[1][0].encode(x, context)
-        for rank in range(2):
-            shard = shard_of(size, rank, 2)
-            own, part = shard.geometry(size), shard.tensors(recipe, size, tensors)
-            cut = x.unflatten(-1, (4, -1))[:, :, 2 * rank : 2 * rank + 2].flatten(-2)
-            codes = shared.build(recipe, own, part)[1][0].encode(cut, context)
-            for field, given in codes.items():
-                assert torch.equal(given, whole[field].chunk(2, 2)[rank])
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("name", ["lloyd-3bit", "mean-higgs-head-2bit-post", "oscar-2bit", "fisher-head-3bit"])
+def test_workers_encode_their_heads_as_one_would(name: str, heads: int):
+    """Tensor parallelism: each worker decodes its heads' part of everyone's."""
+    size, recipe = Geometry(2, heads, 32), plugin.paged(preset(name), 128)
+    if name.startswith("fisher"):  # as fitted
+        runs = {"bits": (4, 2), "counts": (16 * heads, 16 * heads), "target": 0.0, "shared": False}
+        recipe = with_each(recipe, lambda scheme: replace(scheme, quantize=replace(scheme.quantize, **runs)))
+    tensors = {
+        name: torch.rand(shape).to(dtype) for name, (shape, dtype) in codecs.all_specs(recipe, size).items()
+    }  # fmt: skip
+    x = torch.randn(1, 128, size.width)
+    context = Context(rope=ROTARY.tables(torch.arange(128)[None]))
+    codec = shared.build(recipe, size, tensors)[1][0]
+    whole = codec.decode(codec.encode(x, context), context).unflatten(-1, (heads, -1))
+    for rank, own in enumerate(torch.arange(heads).chunk(2)):
+        shard = shard_of(size, rank, 2)
+        tensors_of_shard = shard.tensors(recipe, size, tensors)
+        codec = shared.build(shard.recipe(recipe), shard.geometry(size), tensors_of_shard)[1][0]
+        cut = x.unflatten(-1, (heads, -1))[:, :, own].flatten(-2)
+        assert torch.allclose(codec.decode(codec.encode(cut, context), context).flatten(), whole[:, :, own].flatten())
 
 
 @pytest.mark.parametrize("name", ["higgs-2bit", "svdq-2bit"])
