@@ -133,6 +133,8 @@ def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
         why = 'a damaged block has to be computed: add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
     elif config.parallel_config.pipeline_parallel_size > 1:
         why = "a worker has to hold all layers of its heads; drop pipeline parallelism"
+    elif getattr(config.speculative_config, "method", "ngram") != "ngram":
+        why = "layers of a draft model are not kept; use ngram"
     elif len(specs) != 1 or type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window is not None:
         why = "some layers of the model do not attend to all tokens; their state is not kept"
     if why is not None:

@@ -64,7 +64,7 @@ def open_store(options: Mapping[str, Any], model: Any, rank: int, ranks: int) ->
             rotary = rotary_of_config(model.hf_text_config, model.dtype)
         shard = shard_of(whole, rank, ranks)
         return PrefixBlocks(
-            options["path"], recipe, shard.geometry(whole),
+            options["path"], shard.recipe(recipe), shard.geometry(whole),
             shard.tensors(recipe, whole, served.tensors) if served.tensors else {},
             model=f"{digest} {shard.part}/{shard.parts}", dtype=model.dtype, rotary=rotary,
             budget=options.get("budget", "20GB"),

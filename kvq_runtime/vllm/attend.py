@@ -8,7 +8,7 @@ By torch, requests with equally many queries, one each when decoding, go togethe
 at most `TOKENS`; a longer one goes alone. Pages are read in runs of at most `TOKENS` tokens of the whole group, and
 runs are merged as in an online softmax, by their largest score, so that no longer history is ever decoded whole.
 
-Where pages are encoded whole (`exact.py`) a query reads the pages before its own encoded, and its own exact.
+A query reads the pages before its own encoded, and its own exact (`exact.py`).
 
 R requests of a group · Y = R · H · M = G · queries of a request, G query heads per KV head · N tokens of a page.
 """
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kvq_runtime.ops.dense import OnlineSoftmax
 from kvq_runtime.store.storage import sent
-from kvq_runtime.vllm.exact import ExactStep, Piece
-from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
+from kvq_runtime.vllm.exact import ExactStep
+from kvq_runtime.vllm.layer import PagedLayer
 
 TOKENS = 1 << 13  # decoded at once, of one layer
 SCORES = 1 << 24  # held at once
@@ -38,8 +38,7 @@ class Batch:
     counts     queries of each
     lengths    tokens of each in the cache, its queries among them, the newest
     table      physical page of each of its pages, int [requests, pages]; what lies beyond a length is anything
-    exact      its exact tokens; None: there are none
-    positions  of the step's tokens in their texts, int64 [T]
+    exact      its exact tokens; None: a dry run
     groups     by number of queries, requests for the kernel, for all layers
     """
 
@@ -48,7 +47,6 @@ class Batch:
     lengths: Sequence[int]
     table: Tensor
     exact: ExactStep | None = None
-    positions_T: Tensor | None = None
     groups: dict[int, "Group"] = field(default_factory=dict, compare=False)
 
 
@@ -85,10 +83,7 @@ class _Sums(OnlineSoftmax):
 
 def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> None:
     """Write the attention of queries [T, query heads, D] into `out`, of the same shape: causal, over all tokens."""
-    left = range(len(batch.counts))
-    if isinstance(layer, BlockLayer):
-        left = attend_packed(layer, batch, q_THD, out_THD, scale)
-    for group in _groups(batch, left, layer.page.tokens):
+    for group in _groups(batch, attend_packed(layer, batch, q_THD, out_THD, scale), layer.page.tokens):
         _attend(layer, batch, group, q_THD, out_THD, scale)
 
 
@@ -113,13 +108,10 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
     taken_RQ, latest_RQ = (edges_R2[..., None] + torch.arange(count, device=device)).unbind(1)
     q_RHGQD = q_THD[taken_RQ].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
     sums = _Sums((q_RHGQD.flatten(0, 1).flatten(1, 2).float() * scale), rows, heads, count)
-    whole = isinstance(layer, BlockLayer)
-    encoded_RQ = latest_RQ // page * page if whole else latest_RQ + 1  # tokens that are read from pages
+    encoded_RQ = latest_RQ // page * page  # tokens that are read from pages
     exact_R1 = _add_first(layer, batch, group, sums, encoded_RQ)
-    if isinstance(layer, BlockLayer):
-        _add_own(layer, batch, group, sums, latest_RQ)
-    longest = max(batch.lengths[i] for i in group)
-    pages, table_RP = (longest - 1) // page if whole else -(-longest // page), batch.table[group].long()
+    _add_own(layer, batch, group, sums, latest_RQ)
+    pages, table_RP = (max(batch.lengths[i] for i in group) - 1) // page, batch.table[group].long()
     step = max(1, min(TOKENS // (rows * page), SCORES // (sums.q_YMD[..., 0].numel() * page)))
     for start in range(0, pages, step):
         stop = min(start + step, pages)
@@ -146,35 +138,31 @@ def _add_first(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, e
     return exact_R1
 
 
-def _add_own(layer: BlockLayer, batch: Batch, group: list[int], sums: _Sums, latest_RQ: Tensor) -> None:
+def _add_own(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, latest_RQ: Tensor) -> None:
     """Add the tokens of each query's own page, which are read exact, up to the query's."""
     assert batch.exact is not None, "a step without exact tokens"
-    tokens, size = layer.page.tokens, layer.geometry.head_size
-    alike: defaultdict[tuple[int, int], list[tuple[int, Piece]]] = defaultdict(list)
+    heads, tokens = layer.geometry.kv_heads, layer.page.tokens
+    own = list[tuple[int, slice, list[Tensor]]]()  # row, its queries, and keys and values of their page [H, N, D]
     for row, request in enumerate(group):
         for piece in batch.exact.pieces[request]:
-            alike[piece.start, piece.stop].append((row, piece))
-    places, keys, values = list[tuple[list[int], slice]](), list[Tensor](), list[Tensor]()
-    for (start, stop), pairs in alike.items():
-        k_YND, v_YND = (layer.by_head(x_ONC) for x_ONC in layer.own_pages([piece for _, piece in pairs]))
-        places.append(([row for row, _ in pairs], slice(start, stop)))
-        keys.append(k_YND.mT)
-        values.append(v_YND)
+            pair = [x_NC.float().unflatten(-1, (heads, -1)).transpose(0, 1) for x_NC in layer.own_page(piece)]
+            own.append((row, slice(piece.start, piece.stop), pair))
 
-    def product(x_YMX: Tensor, pages: list[Tensor], width: int) -> Tensor:
-        """Multiply each query's row by the matrix of its own page: [Y, M, width]."""
+    def product(x_YMX: Tensor, index: int) -> Tensor:
+        """Multiply queries by the keys, or scores by the values, of their own page."""
+        width = layer.geometry.head_size if index else tokens
         out_YMX = x_YMX.new_empty(*x_YMX.shape[:2], width)
-        for (rows, queries), matrix in zip(places, pages, strict=True):
-            x_OHGQX = sums.by_query(x_YMX)[rows, :, :, queries]
-            out = torch.bmm(x_OHGQX.flatten(0, 1).flatten(1, 2), matrix)
-            sums.by_query(out_YMX)[rows, :, :, queries] = out.view(*x_OHGQX.shape[:4], width)
+        for row, queries, pair in own:
+            x_HGQX, matrix = sums.by_query(x_YMX)[row, :, :, queries], pair[1] if index else pair[0].mT
+            out_HMX = torch.bmm(x_HGQX.flatten(1, 2), matrix)
+            sums.by_query(out_YMX)[row, :, :, queries] = out_HMX.view(*x_HGQX.shape[:3], width)
         return out_YMX
 
     hidden_RQN = torch.arange(tokens, device=latest_RQ.device) > (latest_RQ % tokens)[..., None]
-    sums.add_seen(product(sums.q_YMD, keys, tokens), hidden_RQN, lambda p_YMN: product(p_YMN, values, size))
+    sums.add_seen(product(sums.q_YMD, 0), hidden_RQN, partial(product, index=1))
 
 
-def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:
+def attend_packed(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:
     """Answer requests by the kernel into `out`; return the requests that are left."""
     reader, exact = layer.reader, batch.exact
     left = [i for i, count in enumerate(batch.counts) if count]

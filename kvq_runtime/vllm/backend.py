@@ -3,7 +3,8 @@
 vLLM chooses one backend class for all layers and reads the size of a page from the class, not from the layer. So the
 class that is registered (`KVQBackend`) serves a layer as vLLM would until its weights are loaded; then each layer that
 kvq takes gets the class of its page (`_backend_of`), which has its bytes. Layers with the same bytes share one. A layer
-that does not attend to all tokens keeps vLLM's own cache and attention. What a worker serves (`Served`) is loaded once.
+that does not attend to all tokens keeps vLLM's own cache and attention, as do layers of a draft, which vLLM makes once
+those of the model have their weights. What a worker serves (`Served`) is loaded once.
 
 Pinned to vLLM 0.32 and 0.33: `customize_spec` is marked temporary there.
 """
@@ -37,7 +38,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 from kvq_runtime.codec import shared
 from kvq_runtime.families import attending
-from kvq_runtime.geometry import Geometry, Role
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.ops.rope import Rotary
@@ -46,7 +47,7 @@ from kvq_runtime.store.memory import asymptotic_bits
 from kvq_runtime.vllm import attend, page, plugin, served_recipe
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.exact import ExactTokens
-from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
+from kvq_runtime.vllm.layer import PagedLayer
 from kvq_runtime.vllm.page import PageReader, Shared
 from kvq_runtime.vllm.served_recipe import shard_of
 
@@ -54,10 +55,6 @@ logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form
 # vLLM's own attention of this platform, whatever is registered: it serves the layers that kvq leaves alone
 _KIND = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.TRITON_ATTN
 STOCK: Any = resolve_obj_by_qualname(_KIND.value)
-UNSHARED = (
-    "{} encodes whole pages, which this model's layers of other kinds would share; take a recipe that encodes token by "
-    "token"
-)
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,6 @@ class Served:
     """A worker's setting: the recipe with vLLM's pages as its blocks, and the codecs of its heads.
 
     attending  the layers of the geometry, by their number in the model
-    by_block   whether pages are encoded whole, when they are full
     kernel     state of the decode kernel that layers share; None: torch alone reads pages
     """
 
@@ -75,18 +71,16 @@ class Served:
     rotary: Rotary | None
     dtype: torch.dtype
     attending: Sequence[int]
-    by_block: bool
     kernel: Shared | None = None
 
-    def layer(self, index: int) -> PagedLayer:
+    def layer(self, number: int) -> PagedLayer:
         """Make a layer's pages, by its number in the model."""
-        index = list(self.attending).index(index)
+        index = list(self.attending).index(number)
         recipe, reader = self.recipe, None
         if self.kernel is not None and page.refusal(recipe, self.geometry, self.rotary, index) is None:
             reader = PageReader(self.kernel, index)
         layout = page.page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else {})
-        kind = BlockLayer if self.by_block else PagedLayer
-        return kind(self.codecs[index], layout, self.geometry, self.rotary, recipe.window.sinks, reader)
+        return PagedLayer(index, self.codecs[index], layout, self.geometry, self.rotary, recipe.window.sinks, reader)
 
     def share(self, needed: int, beside: int) -> tuple[int, int]:
         """As `page.shared_pages`, of one layer; beside others all layers take the bytes of the widest."""
@@ -112,30 +106,22 @@ def served_by(config: VllmConfig, rank: int) -> Served:
         plugin.check_engine(config)
         if config.kv_transfer_config is not None:
             raise ValueError("a KV connector moves pages, and exact tokens are beside them; drop --kv-transfer-config")
-        by_block = plugin.by_block(served.recipe)
-        if by_block and model.is_hybrid:
-            raise ValueError(UNSHARED.format(served.recipe.name))
         recipe = plugin.paged(served.recipe, config.cache_config.block_size)
     shard = shard_of(whole, rank, config.parallel_config.tensor_parallel_size)
     geometry, tensors = shard.geometry(whole), shard.tensors(recipe, whole, served.tensors)
+    recipe = shard.recipe(recipe)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
     codecs, bits = shared.build(recipe, geometry, tensors), asymptotic_bits(recipe, geometry)
     logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, bits, recipe.window.sinks)
-    kernel = None if current_platform.is_cpu() else _kernel(config, recipe, geometry, rotary)
-    by_block = by_block or kernel is not None
-    return Served(recipe, geometry, codecs, rotary, model.dtype, attending(settings), by_block, kernel)
+    kernel = None if current_platform.is_cpu() else _kernel(recipe, geometry, rotary)
+    return Served(recipe, geometry, codecs, rotary, model.dtype, attending(settings), kernel)
 
 
-def _kernel(config: VllmConfig, recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> Shared | None:
-    """Return the kernel's shared state, so that pages are encoded whole; None: torch alone reads them."""
-    model = config.model_config
-    if model.is_hybrid or model.get_sliding_window() is not None:
-        reason = "it reads whole pages, which layers of other kinds would share"
-    else:
-        reasons = [page.refusal(recipe, geometry, rotary, layer) for layer in range(geometry.layers)]
-        reason = None if None in reasons else reasons[0]
-    if reason is not None:
-        logger.warning_once("kvq: pages are read by torch operations, and by no kernel: %s", reason)
+def _kernel(recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> Shared | None:
+    """Return the kernel's shared state; None: torch alone reads pages."""
+    reasons = [page.refusal(recipe, geometry, rotary, layer) for layer in range(geometry.layers)]
+    if None not in reasons:
+        logger.warning_once("kvq: pages are read by torch operations, and by no kernel: %s", reasons[0])
         return None
     logger.warning_once("kvq: a kernel, which has not been tried on a GPU, answers decode steps")
     return Shared(recipe, geometry, rotary)
@@ -162,8 +148,7 @@ class Builder(AttentionMetadataBuilder[Batch]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.layer
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0)
-        whole = isinstance(layer, BlockLayer)
-        self._exact = ExactTokens(layer.page.tokens, layer.sinks, whole, drafts) if whole or layer.sinks else None
+        self._exact = ExactTokens(layer.page.tokens, layer.sinks, drafts)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -171,10 +156,8 @@ class Builder(AttentionMetadataBuilder[Batch]):
         edges = common_attn_metadata.query_start_loc_cpu.tolist()
         starts, counts = edges[:-1], [stop - start for start, stop in pairwise(edges)]
         lengths, table = common_attn_metadata.seq_lens.tolist(), common_attn_metadata.block_table_tensor
-        positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=False)]
-        batch = Batch(starts, counts, lengths, table, positions_T=torch.cat(positions).clamp(min=0).to(table.device))
-        real = bool((common_attn_metadata.slot_mapping[: edges[-1]] >= 0).any())  # a dry run has no slots
-        if real and self._exact is not None:
+        batch = Batch(starts, counts, lengths, table)
+        if bool((common_attn_metadata.slot_mapping[: edges[-1]] >= 0).any()):  # a dry run has no slots
             batch.exact = self._exact.step(starts, counts, lengths, table.tolist())  # waits for the device
         return batch
 
@@ -197,10 +180,9 @@ class KVQImpl(STOCK.get_impl_cls()):
             if plain and settings.get(name) not in (None, 0):
                 raise ValueError(f"KVQ_CACHE does not serve attention with {name}, which this model has")
         self._config = get_current_vllm_config()
-        served = served_in(self._config)
-        if served.by_block and not plain:
-            raise ValueError(f"KVQ_CACHE: {UNSHARED.format(served.recipe.name)}")
-        self._served: Served | None = served if plain else None
+        others = self._config.compilation_config.static_forward_context.values()
+        drafting = any(getattr(getattr(module, "impl", None), "layer", None) is not None for module in others)
+        self._served: Served | None = served_in(self._config) if plain and not drafting else None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
@@ -220,19 +202,9 @@ class KVQImpl(STOCK.get_impl_cls()):
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         metadata = get_forward_context().attn_metadata
         step = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
-        if step is None or not kv_cache.numel():
-            return None
-        self.layer.bind(kv_cache)
-        tokens = min(len(slot_mapping), len(step.positions_T))
-        pair: dict[Role, Tensor] = {"key": key[:tokens].flatten(1), "value": value[:tokens].flatten(1)}
-        if not isinstance(self.layer, BlockLayer):
-            real = (slot_mapping[:tokens] >= 0).nonzero()[:, 0]
-            real_pair: dict[Role, Tensor] = {role: x[real] for role, x in pair.items()}
-            self.layer.write(real_pair, slot_mapping[real], step.positions_T[real])
-        elif step.exact is not None:
-            self.layer.take(pair, step.exact)
-        if step.exact is not None and self.layer.sinks:
-            self.layer.write_exact(pair, step.exact.arrived)
+        if step is not None and step.exact is not None and kv_cache.numel():
+            self.layer.bind(kv_cache)
+            self.layer.take({"key": key.flatten(1), "value": value.flatten(1)}, step.exact)
         return None
 
     def forward(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -241,15 +213,11 @@ class KVQImpl(STOCK.get_impl_cls()):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-        if attn_metadata is None or not kv_cache.numel():
-            return output
-        if isinstance(self.layer, BlockLayer) and attn_metadata.exact is None:
+        if attn_metadata is None or attn_metadata.exact is None or not kv_cache.numel():
             return output  # a dry run
-        self.layer.bind(kv_cache)
         shape = (-1, self.num_heads, self.head_size)
         attend.attend(self.layer, attn_metadata, query.view(shape), output.view(shape), self.scale)
-        if isinstance(self.layer, BlockLayer):
-            self.layer.release()
+        self.layer.release()
         return output
 
 

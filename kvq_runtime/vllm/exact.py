@@ -6,12 +6,11 @@ First tokens: a page that begins a sequence has an entry. Requests that share a 
 page that vLLM keeps for a later request keeps its entry. It is freed when the page is written again as a later part of
 a sequence, so there are never more entries than pages that begin a sequence.
 
-Tails: where a code belongs to a channel of a whole page, a page is encoded when its last token arrives. Until then its
-tokens, a *tail*, have an entry. A query reads the tokens of its own page exact and those of earlier pages encoded, in
-whatever chunks a text arrives. A tail whose last tokens may be drafts is kept until they are accepted: its page may be
-written, and encoded, again. vLLM does not report the end of a request. So a tail that was idle for some steps is
-encoded as it is when another needs its entry; if its request goes on after all, the page is decoded, and its tokens are
-no longer exact.
+Tails: a page is encoded when its last token arrives. Until then its tokens, a *tail*, have an entry. A query reads the
+tokens of its own page exact and those of earlier pages encoded, in whatever chunks a text arrives. A tail whose last
+tokens may be drafts is kept until they are accepted: its page may be written, and encoded, again. vLLM does not report
+the end of a request. So a tail that was idle for some steps is encoded as it is when another needs its entry; if its
+request goes on after all, the page is decoded, and its tokens are no longer exact.
 
 N = tokens of a page.
 """
@@ -76,6 +75,7 @@ class ExactStep:
     arrived    first tokens that are written to these entries
     settled    tails that are encoded as they are, to free their entries
     reopened   tails that are decoded from their pages, each with the entry of its exact first tokens, or -1
+    opened     pages that have a tail anew, which are stamped
     kept       tokens that are written to entries of tails
     full       pieces that fill their pages, which are encoded
     pieces     by request, its queries page by page
@@ -85,6 +85,7 @@ class ExactStep:
     arrived: Copies = field(default_factory=Copies)
     settled: list[Tail] = field(default_factory=list)
     reopened: list[tuple[Tail, int]] = field(default_factory=list)
+    opened: list[int] = field(default_factory=list)
     kept: Copies = field(default_factory=Copies)
     full: list[Piece] = field(default_factory=list)
     pieces: list[list[Piece]] = field(default_factory=list)
@@ -110,15 +111,13 @@ class ExactTokens:
 
     page     tokens of a page
     sinks    first tokens of a sequence that are kept exact, at most a page
-    tails    whether pages are encoded whole
     drafts   how many of a step's last tokens may be refused
     """
 
-    def __init__(self, page: int, sinks: int, tails: bool, drafts: int = 0):
+    def __init__(self, page: int, sinks: int, drafts: int = 0):
         if sinks > page:
             raise ValueError(f"{sinks} sinks do not fit into the first page of {page} tokens; use --block-size {sinks}")
         self.page, self.sinks, self.drafts = page, sinks, drafts
-        self._tailed = tails
         self.firsts, self.tails = _Pool(), _Pool()
         self._firsts: dict[int, int] = {}  # entries by physical page
         self._tails: dict[int, tuple[Tail, int]] = {}  # by physical page, with the step of its use, the oldest first
@@ -145,8 +144,7 @@ class ExactTokens:
                 step.arrived.tokens += [(entry, start + place - before, place) for place in arriving]
         # only now: a request may share a page that another begins in this step
         step.firsts = [self._firsts.get(table[0], -1) if length else -1 for _, _, length, table in requests]
-        if self._tailed:
-            self._add_tails(step, requests)
+        self._add_tails(step, requests)
         step.arrived.size, step.kept.size = self.firsts.size, self.tails.size
         return step
 
@@ -175,14 +173,16 @@ class ExactTokens:
 
     def _tail(self, step: ExactStep, page: int, begin: int, arriving: range, keep: bool, first: int) -> Tail:
         """Return a page's tail with the arriving positions, of entry -1 where it needs none: it arrives whole."""
-        entry = -1
+        filled, before = arriving.stop - begin, Tail(-1, page, begin, self.page)
         if page in self._tails:
-            entry = self._tails.pop(page)[0].entry
+            before = self._tails.pop(page)[0]
         elif keep or arriving.start > begin:
-            entry = self._entry(step)
+            before = before._replace(entry=self._entry(step))
             if arriving.start > begin:
-                step.reopened.append((Tail(entry, page, begin, arriving.start - begin), first))
-        return Tail(entry, page, begin, arriving.stop - begin)
+                step.reopened.append((before._replace(filled=arriving.start - begin), first))
+        if filled < before.filled == self.page:
+            step.opened.append(page)
+        return before._replace(filled=filled)
 
     def _entry(self, step: ExactStep) -> int:
         """Return a free entry of the tails; if there is none, that of the oldest tail, if it is idle."""

@@ -1,7 +1,10 @@
-"""Encode the tokens of one attention layer into pages, and read runs of pages for scores and sums.
+"""Encode the tokens of one attention layer into pages, once they are full, and read runs of pages.
 
-`PagedLayer` encodes token by token, `BlockLayer` pages whole, once they are full. Exact tokens beside pages, first ones
-and tails, lie in pools (`exact.py`).
+Exact tokens beside pages, first ones and tails, lie in pools (`exact.py`).
+
+vLLM may hand a page of an ended request to layers of another kind, whose pages share its memory. So a page with a tail
+is stamped: each byte is the same, of a finite number in any format. A tail whose request seems to have ended is encoded
+only into a page that still has its stamp; any other is of other layers.
 
 Shapes: T tokens of a step · R requests · P columns of their pages, of N tokens each · S first tokens that stay exact ·
 O pages in which a step's tokens stand · E entries of a pool · Y = R · H · M = G · queries of a request.
@@ -26,16 +29,18 @@ PACKED = 64  # rows of queries of a KV head up to which pages are read without d
 
 
 class PagedLayer:
-    """The keys and values of one layer in vLLM's pages, encoded token by token.
+    """The keys and values of one layer in vLLM's pages, each one block, and its tails and first tokens, exact.
 
+    index    of the layer; layers that take turns in the same memory have different ones
     codecs   of keys and values, of this worker's heads
     rotary   the model's rotation, where keys are encoded before it or less a mean after it; else None
     sinks    first tokens of a sequence that are kept exact as well, at least 0
-    reader   has the decode kernel read a `BlockLayer`'s pages, in whose order they are; None: torch alone reads them
+    reader   has the decode kernel read pages, in whose order they are; None: torch alone reads them
     """
 
     def __init__(
         self,
+        index: int,
         codecs: tuple[Codec, Codec],
         page: Page,
         geometry: Geometry,
@@ -45,10 +50,14 @@ class PagedLayer:
     ):
         self.codecs: dict[Role, Codec] = dict(zip(ROLES, codecs, strict=True))
         self.page, self.geometry, self.rotary, self.sinks, self.reader = page, geometry, rotary, sinks, reader
+        self._stamp = 1 + index % 100
         self._cache: Tensor | None = None
         self._raw_BX = torch.empty(0)
         self._views: dict[Role, Fields] = {}
         self.exact_E2SC: Tensor | None = None  # first tokens, by entry
+        self.tails_E2NC: Tensor | None = None
+        self._pair: Mapping[Role, Tensor] | None = None  # the step's tokens [T, C]
+        self._columns: tuple[Tensor, dict[Role, Fields]] | None = None  # read last, and their fields
 
     def bind(self, cache: Tensor) -> None:
         """Use this memory, a layer's cache as vLLM gives it: [B, 1, N, ...], contiguous within a page.
@@ -70,19 +79,56 @@ class PagedLayer:
         if self.reader is not None:
             self.reader.bind(self.codecs, self._views)
 
-    def write(self, pair: Mapping[Role, Tensor], slots_T: Tensor, positions_T: Tensor) -> None:
-        """Encode tokens [T, C] into the slots page · N + place, int64; positions are those in the text."""
-        pages_T, places_T = slots_T // self.page.tokens, slots_T % self.page.tokens
-        # what a layer of another format left in a page may decode to a NaN, which no weight of 0 hides
-        self._raw_BX[pages_T[places_T == 0]] = 0
-        for role, encoded in self._encoded({role: x[None] for role, x in pair.items()}, positions_T[None]).items():
-            for name, view in self._views[role].items():
-                view[pages_T, places_T] = encoded[name][0].to(view.dtype)
+    def take(self, pair: Mapping[Role, Tensor], step: ExactStep) -> None:
+        """Take in the tokens [T, C] of a step: encode the pages that are full, keep the others' and first tokens."""
+        tails_E2NC = self.tails_E2NC = _grown(self.tails_E2NC, step.kept.size, self.page.tokens, pair["key"])
+        self._pair = pair
+        for entry, page, begin, filled in step.settled:
+            before_X = self._raw_BX[page].clone()
+            self._encode(tails_E2NC[entry][:, None], [page], [begin], filled)
+            self._raw_BX[page] = self._raw_BX[page].where((before_X == self._stamp).all(), before_X)
+        for (entry, page, begin, filled), first in step.reopened:
+            positions_1N = begin + torch.arange(self.page.tokens, device=tails_E2NC.device)[None]
+            for index, role in enumerate(ROLES):
+                fields = self._fields(role, torch.tensor([[page]], device=tails_E2NC.device))
+                x_NC = self._decode(role, {name: x[0] for name, x in fields.items()}, positions_1N)[0]
+                tails_E2NC[entry, index, :filled] = x_NC[:filled].to(tails_E2NC.dtype)
+            if first >= 0 and self.exact_E2SC is not None:  # which codes lack
+                known = min(self.sinks, filled)
+                tails_E2NC[entry, :, :known] = self.exact_E2SC[first, :, :known]
+        self._raw_BX[step.opened] = self._stamp
+        _copy(tails_E2NC, step.kept, pair)
+        if step.full:
+            pages, begins = ([piece.tail.page for piece in step.full], [piece.tail.begin for piece in step.full])
+            pairs = [torch.stack(self.own_page(piece)) for piece in step.full]
+            self._encode(torch.stack(pairs, 1), pages, begins, self.page.tokens)
+        if self.sinks:
+            self.exact_E2SC = _grown(self.exact_E2SC, step.arrived.size, self.sinks, pair["key"])
+            _copy(self.exact_E2SC, step.arrived, pair)
 
-    def write_exact(self, pair: Mapping[Role, Tensor], arrived: Copies) -> None:
-        """Keep first tokens, of tokens [T, C], as they are."""
-        self.exact_E2SC = _grown(self.exact_E2SC, arrived.size, self.sinks, pair["key"])
-        _copy(self.exact_E2SC, arrived, pair)
+    def release(self) -> None:
+        """Let go of a step's tokens: its queries are answered."""
+        self._pair = self._columns = None
+
+    def own_page(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the page of a piece of the step, exact: [N, C] each."""
+        assert self._pair is not None and self.tails_E2NC is not None, "no step was taken in"
+        if piece.tail.entry >= 0:
+            return self.tails_E2NC[piece.tail.entry].unbind()
+        k_NC, v_NC = (self._pair[role][piece.row : piece.row + self.page.tokens] for role in ROLES)
+        return k_NC, v_NC
+
+    @property
+    def tails(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pool of tails, [E, N, C]: the step's tokens are in their entries."""
+        assert self.tails_E2NC is not None, "a step without tails"
+        return self.tails_E2NC[:, 0], self.tails_E2NC[:, 1]
+
+    @property
+    def first_tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pool of exact first tokens, [E, S, C]; with no entry yet, of zeros."""
+        exact_E2SC = self.exact_E2SC = _grown(self.exact_E2SC, 1, self.sinks, self.tails[0])
+        return exact_E2SC[:, 0], exact_E2SC[:, 1]
 
     def scores(self, q_YMD: Tensor, pages_RP: Tensor, first: int) -> Tensor:
         """Return q · k of every token of columns of the block table, from token `first` on: [Y, M, P · N]."""
@@ -105,7 +151,11 @@ class PagedLayer:
 
     def _fields(self, role: Role, pages_RP: Tensor) -> Fields:
         """Return the fields of these columns, [R, P, N, ...] each, as they were encoded."""
-        return self.page.collected(role, {name: view[pages_RP] for name, view in self._views[role].items()})
+        if self._columns is None or self._columns[0] is not pages_RP:  # once for keys and values
+            raw_PX = self._raw_BX.index_select(0, pages_RP.flatten())  # whole rows: much faster than field by field
+            self._columns = pages_RP, self.page.views(raw_PX)
+        fields = self._columns[1][role]
+        return self.page.collected(role, {name: x.unflatten(0, pages_RP.shape) for name, x in fields.items()})
 
     def _decoded(self, role: Role, pages_RP: Tensor, first: int) -> Tensor:
         """Return keys or values of these columns, [Y, P · N, D], float32."""
@@ -114,6 +164,18 @@ class PagedLayer:
         positions_NT = positions_T.view(1, pages, -1).expand(rows, -1, -1).flatten(0, 1)
         fields = {name: part.flatten(0, 1) for name, part in self._fields(role, pages_RP).items()}
         return self.by_head(self._decode(role, fields, positions_NT).reshape(rows, len(positions_T), -1))
+
+    def _encode(self, x_2PNC: Tensor, pages: Sequence[int], begins: Sequence[int], filled: int) -> None:
+        """Encode pages [2, P, N, C]; first tokens, which stay exact elsewhere, and what has not come as the nearest."""
+        pages_P, begins_P1 = (torch.tensor(x, device=x_2PNC.device) for x in (pages, [[begin] for begin in begins]))
+        places_N = torch.arange(self.page.tokens, device=x_2PNC.device)
+        skipped_P1 = torch.where(begins_P1 == 0, min(self.sinks, filled - 1), 0)
+        source_PN = places_N.clamp(max=filled - 1).maximum(skipped_P1)
+        pair = dict(zip(ROLES, x_2PNC, strict=True))
+        for role, encoded in self._encoded(pair, begins_P1 + places_N, source_PN).items():
+            for name, x in self.page.arranged(role, encoded).items():
+                view = self._views[role][name]
+                view[pages_P] = x.to(view.dtype)
 
     def _encoded(
         self, pair: Mapping[Role, Tensor], positions_NT: Tensor, source_NS: Tensor | None = None
@@ -153,72 +215,6 @@ class PagedLayer:
     def _tables(self, positions_NT: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of positions, where the recipe needs them."""
         return None if self.rotary is None else self.rotary.tables(positions_NT)
-
-
-class BlockLayer(PagedLayer):
-    """The keys and values of one layer in vLLM's pages, each one block, and its tails, exact."""
-
-    tails_E2NC: Tensor | None = None
-    _pair: Mapping[Role, Tensor] | None = None  # the step's tokens [T, C]
-
-    def take(self, pair: Mapping[Role, Tensor], step: ExactStep) -> None:
-        """Take in the tokens [T, C] of a step: encode the pages that are full, keep the others' tokens."""
-        tails_E2NC = self.tails_E2NC = _grown(self.tails_E2NC, step.kept.size, self.page.tokens, pair["key"])
-        self._pair = pair
-        for entry, page, begin, filled in step.settled:
-            self._encode(tails_E2NC[entry][:, None], [page], [begin], filled)
-        for (entry, page, begin, filled), first in step.reopened:
-            positions_1N = begin + torch.arange(self.page.tokens, device=tails_E2NC.device)[None]
-            for index, role in enumerate(ROLES):
-                fields = self._fields(role, torch.tensor([[page]], device=tails_E2NC.device))
-                x_NC = self._decode(role, {name: x[0] for name, x in fields.items()}, positions_1N)[0]
-                tails_E2NC[entry, index, :filled] = x_NC[:filled].to(tails_E2NC.dtype)
-            if first >= 0 and self.exact_E2SC is not None:  # which codes lack
-                known = min(self.sinks, filled)
-                tails_E2NC[entry, :, :known] = self.exact_E2SC[first, :, :known]
-        _copy(tails_E2NC, step.kept, pair)
-        if step.full:
-            pages, begins = ([piece.tail.page for piece in step.full], [piece.tail.begin for piece in step.full])
-            self._encode(self.own_pages(step.full), pages, begins, self.page.tokens)
-
-    def release(self) -> None:
-        """Let go of a step's tokens: its queries are answered."""
-        self._pair = None
-
-    def own_pages(self, pieces: Sequence[Piece]) -> Tensor:
-        """Return keys and values of the pages O of pieces of the step, exact: [2, O, N, C]."""
-        assert self._pair is not None and self.tails_E2NC is not None, "no step was taken in"
-        pair, device = self._pair, self.tails_E2NC.device
-        entries_O, rows_O = torch.tensor([(piece.tail.entry, piece.row) for piece in pieces], device=device).mT
-        whole_O1 = (entries_O < 0)[:, None]  # all tokens are the step's
-        rows_ON = torch.where(whole_O1, rows_O[:, None] + torch.arange(self.page.tokens, device=device), 0)
-        tails_2ONC = self.tails_E2NC[entries_O.clamp(min=0)].transpose(0, 1)
-        arrived_2ONC = torch.stack([pair[role][rows_ON] for role in ROLES])
-        return torch.where(whole_O1[..., None], arrived_2ONC, tails_2ONC)
-
-    @property
-    def tails(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the pool of tails, [E, N, C]: the step's tokens are in their entries."""
-        assert self.tails_E2NC is not None, "a step without tails"
-        return self.tails_E2NC[:, 0], self.tails_E2NC[:, 1]
-
-    @property
-    def first_tokens(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the pool of exact first tokens, [E, S, C]; with no entry yet, of zeros."""
-        exact_E2SC = self.exact_E2SC = _grown(self.exact_E2SC, 1, self.sinks, self.tails[0])
-        return exact_E2SC[:, 0], exact_E2SC[:, 1]
-
-    def _encode(self, x_2PNC: Tensor, pages: Sequence[int], begins: Sequence[int], filled: int) -> None:
-        """Encode pages [2, P, N, C]; first tokens, which stay exact elsewhere, and what has not come as the nearest."""
-        pages_P, begins_P1 = (torch.tensor(x, device=x_2PNC.device) for x in (pages, [[begin] for begin in begins]))
-        places_N = torch.arange(self.page.tokens, device=x_2PNC.device)
-        skipped_P1 = torch.where(begins_P1 == 0, min(self.sinks, filled - 1), 0)
-        source_PN = places_N.clamp(max=filled - 1).maximum(skipped_P1)
-        pair = dict(zip(ROLES, x_2PNC, strict=True))
-        for role, encoded in self._encoded(pair, begins_P1 + places_N, source_PN).items():
-            for name, x in self.page.arranged(role, encoded).items():
-                view = self._views[role][name]
-                view[pages_P] = x.to(view.dtype)
 
 
 def _grown(pool_E2TC: Tensor | None, entries: int, tokens: int, like_C: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Load what the variable KVQ_CACHE names, check that vLLM can serve it, and register kvq's attention.
 
 vLLM owns the pages: it may begin one anywhere in a prompt, share it between requests and hand it on. So a recipe is
-served if the content of a page can be computed from that page's keys and values, and read back, alone: token by token
-or, where codes belong to a whole block, when the page is full.
+served if the content of a full page can be computed from that page's keys and values, and read back, alone.
 """
 
 import multiprocessing
@@ -39,9 +38,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def check_engine(config: Any) -> None:
     """Raise ValueError for an engine, by its VllmConfig, in which kvq neither holds nor keeps keys and values."""
-    method, dtype = getattr(config.speculative_config, "method", "ngram"), config.cache_config.cache_dtype
-    if method != "ngram":
-        raise ValueError(f"layers of a draft model are not served (speculative method {method}); use ngram")
+    dtype = config.cache_config.cache_dtype
     if dtype != "auto":
         raise ValueError(f"the recipe sets how keys and values are stored; drop --kv-cache-dtype {dtype}")
     if config.parallel_config.decode_context_parallel_size > 1:
@@ -49,7 +46,7 @@ def check_engine(config: Any) -> None:
 
 
 def by_block(recipe: Recipe) -> bool:
-    """Return whether some codes belong to a whole block, not to a token, so that a page is encoded when it is full."""
+    """Return whether some codes belong to a whole block, not to a token, so that a page has to be a block."""
     return not all(scheme.by_token for scheme in recipe.schemes)
 
 

@@ -4,7 +4,8 @@ A reference is a recipe's name, with settings if wanted (`lloyd-3bit+key.bits=4`
 file, whose name ends in .lock or .lock.json.
 
 Each tensor of a fit has at most one dimension that grows with the number of KV heads; a worker of tensor parallelism
-takes its run of it. Recipes with a rotation or a group of rounding across heads are refused there.
+takes its run of it, or, of latent channels, every one of its heads. Recipes with a rotation, a gain or a group of
+rounding across heads are refused there.
 """
 
 import re
@@ -26,7 +27,7 @@ from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.families import attending, family_of
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Recipe, Scheme, with_each
 from kvq_runtime.registry.lock import read_lock
 from kvq_runtime.registry.resolve import load_artifact
 
@@ -143,18 +144,31 @@ class Shard:
         """Return the shape of the shard."""
         return replace(whole, kv_heads=whole.kv_heads // self.parts)
 
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """Return the recipe of the shard: of runs of latent channels it has those of its heads."""
+
+        def cut(scheme: Scheme) -> Scheme:
+            if self.parts == 1 or not getattr(scheme.quantize, "counts", ()):
+                return scheme
+            quantize: Any = scheme.quantize
+            return replace(scheme, quantize=replace(quantize, counts=tuple(n // self.parts for n in quantize.counts)))
+
+        return with_each(recipe, cut)
+
     def tensors(self, recipe: Recipe, whole: Geometry, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the shard of a fit. Raises ValueError where codes are shared between heads."""
+        """Return the shard of a fit of the whole recipe. Raises ValueError where codes are shared between heads."""
         if self.parts == 1:
             return tensors
         _check_heads_apart(recipe, whole)
         shard = dict[str, Tensor]()
-        for name, (shape, _) in codec.all_specs(recipe, self.geometry(whole)).items():
+        for name, (shape, _) in codec.all_specs(self.recipe(recipe), self.geometry(whole)).items():
             x = tensors[name]
-            for dim, size in enumerate(shape):
-                if size != x.shape[dim]:  # the one that grows with heads
-                    x = x.narrow(dim, self.part * size, size)
-            shard[name] = x.contiguous()
+            if name.endswith("quantize.deviation"):  # latent channel j is of head j mod H
+                x = x.unflatten(0, (-1, whole.kv_heads)).chunk(self.parts, 1)[self.part]
+            elif list(shape) != list(x.shape):
+                dim = next((dim for dim, size in enumerate(shape) if size != x.shape[dim]), 0)  # that grows with heads
+                x = x.chunk(self.parts, dim)[self.part]
+            shard[name] = x.reshape(shape).contiguous()
         return shard
 
 
@@ -171,9 +185,12 @@ def shard_of(geometry: Geometry, rank: int, ranks: int) -> Shard:
 def _check_heads_apart(recipe: Recipe, geometry: Geometry) -> None:
     joined = recipe.cross_layer
     for scheme in recipe.schemes:
-        group = scheme.quantize.group_size(geometry.width, geometry)
-        rotated = scheme.rotate.size(geometry.width, geometry) if scheme.rotate is not None else 1
+        quantize, rotate = scheme.quantize, scheme.rotate
+        group = quantize.group_size(geometry.width, geometry)
+        apart = rotate is None or getattr(rotate, "group", None) == "head"  # a basis of each head is as wide as a token
+        rotated = 1 if rotate is None or apart else rotate.size(geometry.width, geometry)
         joined |= bool(group is not None and geometry.head_size % group) or bool(geometry.head_size % rotated)
+        joined |= bool(getattr(quantize, "gain", 0)) and getattr(quantize, "gains", 1) != "head"
     if joined:
         raise ValueError(
             f"{recipe.name} predicts, rotates or rounds several KV heads together, which workers have apart; use a "

@@ -136,6 +136,16 @@ def losses(answer: dict[str, Any], tokens: list[int]) -> Tensor:
     return torch.tensor([-row[str(token)]["logprob"] for row, token in zip(stated, tokens[1:], strict=True)])
 
 
+def apart(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """How much likelier than the second token the first was where two greedy texts part; 0.0: they are the same."""
+    tokens = zip(first["logprobs"]["tokens"], second["logprobs"]["tokens"], strict=True)
+    part = next((place for place, (one, other) in enumerate(tokens) if one != other), None)
+    if part is None:
+        return 0.0
+    best, *_, other = sorted(first["logprobs"]["top_logprobs"][part].values(), reverse=True)
+    return best - other
+
+
 def alike(found_T: Tensor, expected_T: Tensor, exact_T: Tensor) -> str:
     """Compare losses of tokens: those of the server, of the same recipe by transformers, and of 16 bit.
 

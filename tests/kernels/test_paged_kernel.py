@@ -19,7 +19,6 @@ from kvq_runtime.ops import dispatch, rope
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, page
 from kvq_runtime.vllm.attend import Batch
-from kvq_runtime.vllm.layer import BlockLayer
 from kvq_runtime.vllm.page import page_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pages and interpreter of these tests are on the CPU")
@@ -65,7 +64,6 @@ def arrived(server: PagedServer, parts: Parts) -> Batch:
 def agree(server: PagedServer, batch: Batch, ratio: int = RATIO, most: float = 0.0) -> list[int]:
     """Kernel and torch answer the same; the requests that the kernel leaves."""
     most = most or TOLERANCE[server.dtype]
-    assert isinstance(server.layer, BlockLayer)
     q = queries_of(sum(batch.counts), server.size, ratio).to(server.dtype)
     found, wanted = (torch.full_like(q, torch.nan) for _ in range(2))
     with dispatch.forced(True):
@@ -111,7 +109,6 @@ def test_as_near_to_float64_as_over_slabs(name):
     arrived(server, {text: (0, 3 * page + 7)})
     batch, q = arrived(server, {text: (3 * page + 7, 3 * page + 8)}), queries_of(1, SIZE, RATIO)
     found, layer = torch.empty_like(q), server.layer
-    assert isinstance(layer, BlockLayer)
     with dispatch.forced(True):
         assert attend.attend_packed(layer, batch, q, found, SCALE) == []
     whole = []
@@ -208,7 +205,7 @@ def test_pages_are_read_once(name, traffic: Traffic):
     traffic.loads.clear()
     assert agree(server, batch, most=8e-3) == []
     layer = server.layer
-    assert isinstance(layer, BlockLayer) and layer.tails_E2NC is not None
+    assert layer.tails_E2NC is not None
     raw_BX = raw(server)
     own = [traffic.within(traffic.loads, [raw_BX[at]]) for at in server.tables[long][:3]]
     assert own == [sum(one.stop - one.start for one in layer.page.fields)] * 3

@@ -178,7 +178,7 @@ def test_the_error_is_of_the_size_of_the_bits(recipe, monkeypatch):
 
 @every_recipe
 def test_a_token_alone_has_the_fields_that_it_has_in_its_block(recipe):
-    """By `by_token` vLLM's pages are encoded token by token, and ShadowKV reads single tokens."""
+    """By `by_token` vLLM's pages have any length, and ShadowKV reads single tokens."""
     block, cache = recipe.window.block, make(recipe)
     x, tables = tensors(block), [table.expand(2, -1, -1) for table in rotary().tables(torch.arange(block)[None])]
     for codec, x_BTC in zip(chain(*cache.codecs), x.flatten(0, 1), strict=True):

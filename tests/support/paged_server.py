@@ -16,7 +16,7 @@ from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import attend, plugin
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.exact import ExactTokens
-from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
+from kvq_runtime.vllm.layer import PagedLayer
 from kvq_runtime.vllm.page import PageReader, Shared, page_of, refusal
 
 SIZE = Geometry(1, 2, 32)
@@ -32,7 +32,7 @@ def tensors_of(recipe: Recipe, size: Geometry = SIZE) -> dict[str, Tensor]:
 class PagedServer:
     """One layer, with as many requests as wanted, in pages that are handed out in no order.
 
-    kernel   pages are encoded whole, in the order of the decode kernel
+    kernel   pages are in the order of the decode kernel
     """
 
     def __init__(
@@ -40,9 +40,7 @@ class PagedServer:
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         recipe, self.size, self.dtype = recipe_text.read(name), size, dtype
-        self.by_block = plugin.by_block(recipe)
-        self.page = recipe.window.block if self.by_block else page
-        self.by_block |= kernel
+        self.page = recipe.window.block if plugin.by_block(recipe) else page
         self.recipe = plugin.paged(recipe, self.page).with_exact(sinks=sinks)
         plugin.check_recipe(self.recipe)
         self.pair = shared.build(self.recipe, size, tensors_of(self.recipe, size))[0]
@@ -54,13 +52,12 @@ class PagedServer:
             assert refusal(self.recipe, size, rotary) is None
             reader = PageReader(Shared(self.recipe, size, rotary), 0)
         layout = page_of(self.recipe, 0, size, dtype, reader.orders if reader else {})
-        self.layer = (BlockLayer if self.by_block else PagedLayer)(self.pair, layout, size, rotary, sinks, reader)
+        self.layer = PagedLayer(0, self.pair, layout, size, rotary, sinks, reader)
         self.cache = torch.zeros(64, 1, self.page, layout.per_token, dtype=torch.uint8)
-        if not self.by_block:
-            self.cache[:] = 255  # what other layers leave, which are NaNs where they are read as numbers
+        self.cache[1:] = 255  # what other layers leave, which are NaNs where they are read as numbers
         self.cache = self.cache.view(dtype)
         self.layer.bind(self.cache)
-        self.exact = ExactTokens(self.page, sinks, self.by_block, drafts)
+        self.exact = ExactTokens(self.page, sinks, drafts)
         self.free = (1 + torch.randperm(63)).tolist()  # page 0 is nobody's, and zeros, as in vLLM
         self.tables: list[list[int]] = []
         self.texts: list[tuple[Tensor, Tensor]] = []
@@ -95,27 +92,16 @@ class PagedServer:
             row += stop - start
         widest = max(len(self.tables[i]) for i in parts)
         table = torch.tensor([self.tables[i] + [0] * (widest - len(self.tables[i])) for i in parts])
-        positions = torch.cat([torch.arange(*part) for part in parts.values()])
-        slots = torch.cat([
-            torch.tensor(self.tables[i])[torch.arange(*part) // self.page] * self.page + torch.arange(*part) % self.page
-            for i, part in parts.items()
-        ])  # fmt: skip
         pair = {
             role: torch.cat([self.texts[i][index][slice(*part)] for i, part in parts.items()])
             for index, role in enumerate(ROLES)
         }
         exact = self.exact.step(starts, counts, lengths, table.tolist())
-        if isinstance(self.layer, BlockLayer):
-            self.layer.take(pair, exact)
-        else:
-            self.layer.write(pair, slots, positions)
-        if self.layer.sinks:
-            self.layer.write_exact(pair, exact.arrived)
+        self.layer.take(pair, exact)
         return Batch(starts, counts, lengths, table, exact)
 
     def expected(self, request: int, q_THD: Tensor) -> Tensor:
-        """Dense attention, in float64, over the whole text encoded at once and decoded; by blocks, a query's own block
-        is exact."""
+        """Dense attention, in float64, over the whole text encoded at once and decoded; a query's own page is exact."""
         count = len(q_THD)
         parts = []
         for index in range(2):
@@ -123,7 +109,7 @@ class PagedServer:
             parts += [self._decoded(index, x_TC), x_TC]
         decoded_K, exact_K, decoded_V, exact_V = (self._by_query_head(x_TC) for x_TC in parts)
         places = torch.arange(count)
-        own = places[:, None] // self.page * self.page <= places if self.by_block else torch.zeros(count, count).bool()
+        own = places[:, None] // self.page * self.page <= places
         own = (own | (places < self.recipe.window.sinks))[..., None].mT  # [queries, 1, tokens]
         s = torch.where(own, torch.einsum("qhd,khd->qhk", q_THD.double(), exact_K),
                         torch.einsum("qhd,khd->qhk", q_THD.double(), decoded_K)) * 0.2  # fmt: skip
@@ -132,15 +118,11 @@ class PagedServer:
         return out.float()
 
     def _decoded(self, index: int, x_TC: Tensor) -> Tensor:
-        """A text encoded and decoded; by blocks, sinks as the token after them, and no block that is not full."""
-        codec, heads, count = self.pair[index], self.size.kv_heads, len(x_TC)
-        positions = torch.arange(count)
-        if self.by_block:
-            count = count // self.page * self.page
-            positions = positions[:count].clamp(min=self.recipe.window.sinks)
-        size = self.page if self.by_block else count
-        tables = self.rotary.tables(positions.view(-1, size))
-        given = x_TC[positions].view(-1, size, self.size.width)
+        """A text encoded and decoded; sinks as the token after them, and no page that is not full."""
+        codec, heads, count = self.pair[index], self.size.kv_heads, len(x_TC) // self.page * self.page
+        positions = torch.arange(count).clamp(min=self.recipe.window.sinks)
+        tables = self.rotary.tables(positions.view(-1, self.page))
+        given = x_TC[positions].view(-1, self.page, self.size.width)
         if codec.unrotated:
             given = rope.unrotate(given.unflatten(-1, (heads, -1)), *tables).flatten(-2)
         context = Context(rope=tables)
