@@ -70,7 +70,7 @@ def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int, ga
         ends.append(torch.stack([low, high + math.log(ROOM)]))
         levels = latent.gains(ends[-1], quantize.gain)
         gain_NG.append(levels[(size_N.log()[:, None] - levels.log()).abs().argmin(1)])
-    tensors = {"gain_ends": ends[0] if gains == 1 else torch.stack(ends)}
+    tensors = {"gain_ends": ends[0] if quantize.gains == 1 else torch.stack(ends)}
     gain_NR = torch.stack(gain_NG, 1)[:, index_R]
     for step in range(RESCALED + 1):
         some = slice(None, None, 1 if step == RESCALED else max(1, len(z_NR) // SOME))

@@ -146,7 +146,7 @@ class Mixed(Quantizer):
         shape = (heads, stored // heads) if self.gains == "head" else (stored,)  # so that workers share heads out
         specs: Specs = {name: (shape, torch.float32) for name in names}
         gains = self.gain_count(geometry.kv_heads)
-        specs |= {"gain_ends": ((2,) if gains == 1 else (gains, 2), torch.float32)} if self.gain else {}
+        specs |= {"gain_ends": ((2,) if self.gains == 1 else (gains, 2), torch.float32)} if self.gain else {}
         return specs | ({"importance": ((geometry.width,), torch.float32)} if self.weighed else {})
 
     def check(self, site: Site) -> None:
@@ -183,7 +183,7 @@ class Mixed(Quantizer):
         fields = {"codes": ((size,), torch.uint8)}
         if self.gain:
             gains, size = self.gain_count(geometry.kv_heads), pack.packed_size(rows, self.gain)
-            fields["gain"] = ((size,) if gains == 1 else (gains, size), torch.uint8)
+            fields["gain"] = ((size,) if self.gains == 1 else (gains, size), torch.uint8)
         return fields
 
     def encode(
@@ -203,7 +203,7 @@ class Mixed(Quantizer):
         stored = {}
         if codes_NGT is not None:
             gains = pack.pack(codes_NGT, self.gain)
-            stored["gain"] = gains[:, 0] if gains.shape[1] == 1 else gains
+            stored["gain"] = gains[:, 0] if self.gains == 1 else gains
         packed = []
         for part, bits, scales in self._parts(geometry.width, tensors):
             scale = None if scale_NRT is None else scale_NRT[:, part]
@@ -218,7 +218,7 @@ class Mixed(Quantizer):
         rows = 8 * packed.shape[1] // sum(count * bits for count, bits in self.runs(width))
         gain_NRT = None
         if self.gain:
-            gains = fields["gain"] if fields["gain"].ndim == 3 else fields["gain"][:, None]
+            gains = fields["gain"][:, None] if self.gains == 1 else fields["gain"]
             gain_NRT = self.gains_of(pack.unpack(gains, self.gain, rows), tensors, width)
         values, start = [], 0
         for part, bits, scales in self._parts(width, tensors):
@@ -256,7 +256,7 @@ class Mixed(Quantizer):
             start = stop
         y_BRT = torch.cat(out, 1)
         if self.gain:
-            gains = fields["gain"] if fields["gain"].ndim == 4 else fields["gain"][:, :, None]
+            gains = fields["gain"][:, :, None] if self.gains == 1 else fields["gain"]
             codes_BGT = pack.unpack(gains.transpose(1, 2).contiguous(), self.gain, rows).flatten(2)
             y_BRT *= self.gains_of(codes_BGT, tensors, width)
         return y_BRT

@@ -4,7 +4,7 @@ A reference is a recipe's name, with settings if wanted (`lloyd-3bit+key.bits=4`
 file, whose name ends in .lock or .lock.json.
 
 Each tensor of a fit has at most one dimension that grows with the number of KV heads; a worker of tensor parallelism
-takes its run of it, or, of latent channels, every one of its heads. Recipes with a rotation, a gain or a group of
+takes its run of it. Recipes with a rotation, a gain or a group of
 rounding across heads are refused there.
 """
 
@@ -163,12 +163,10 @@ class Shard:
         shard = dict[str, Tensor]()
         for name, (shape, _) in codec.all_specs(self.recipe(recipe), self.geometry(whole)).items():
             x = tensors[name]
-            if name.endswith("quantize.deviation"):  # latent channel j is of head j mod H
-                x = x.unflatten(0, (-1, whole.kv_heads)).chunk(self.parts, 1)[self.part]
-            elif list(shape) != list(x.shape):
-                dim = next((dim for dim, size in enumerate(shape) if size != x.shape[dim]), 0)  # that grows with heads
-                x = x.chunk(self.parts, dim)[self.part]
-            shard[name] = x.reshape(shape).contiguous()
+            for dim, size in enumerate(shape):
+                if size != x.shape[dim]:  # the one that grows with heads
+                    x = x.narrow(dim, self.part * size, size)
+            shard[name] = x.contiguous()
         return shard
 
 
