@@ -52,7 +52,7 @@ class KernelOrder:
 
     def collected(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Undo `arranged`."""
-        codes_TD = _renamed(fragment.collect(fields["codes"], self.order, self.rows), _inverse(self.stored))
+        codes_TD = renamed(fragment.collect(fields["codes"], self.order, self.rows), inverse(self.stored))
         by_channel = self.axis == "channel"
         rows = codes_TD.mT.flatten(-3, -2) if by_channel else codes_TD.transpose(-3, -2).flatten(-2)
         collected = {"codes": pack.pack(rows.unflatten(-1, (-1, self.group // self.elements)), self.order.BITS)}
@@ -83,7 +83,7 @@ class KernelOrder:
 
     def _codes(self, codes: Tensor) -> Tensor:
         """[B, n, H, T, D]"""
-        x = _renamed(pack.unpack(codes, self.order.BITS, self.group // self.elements).flatten(-2), self.stored)
+        x = renamed(pack.unpack(codes, self.order.BITS, self.group // self.elements).flatten(-2), self.stored)
         heads = (self.geometry.kv_heads, self.geometry.head_size // self.elements)
         if self.axis == "channel":
             return x.unflatten(-2, heads).mT
@@ -113,23 +113,23 @@ def kernel_order(scheme: Scheme, block: int, geometry: Geometry, role: Role) -> 
         if elements != 2 or quantize.bits != 4 or group != size:  # what registers have room for
             return None
     order = fragment.order(quantize.bits, block, size // elements, 1 if channel else size // group)
-    stored = _SIGNED[quantize.bits] if quantize.kernel == "lloyd" else ()
+    stored = SIGNED[quantize.bits] if quantize.kernel == "lloyd" else ()
     return order and KernelOrder(geometry, block, role, scheme.axis, group, order, elements, stored)
 
 
 # codes of a symmetric codebook, the negative half first, as sign (set where positive) and magnitude: of 3 bits the sign
 # is the lowest bit, which has a plane of its own
-_SIGNED: dict[int, tuple[int, ...]] = {
+SIGNED: dict[int, tuple[int, ...]] = {
     1: (), 2: (), 3: (6, 4, 2, 0, 1, 3, 5, 7), 4: (7, 6, 5, 4, 3, 2, 1, 0, 8, 9, 10, 11, 12, 13, 14, 15)
 }  # fmt: skip
 
 
-def _inverse(stored: tuple[int, ...]) -> tuple[int, ...]:
+def inverse(stored: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(range(len(stored)), key=stored.__getitem__))
 
 
-def _renamed(codes: Tensor, names: tuple[int, ...]) -> Tensor:
-    """Each code's entry of a table; without a table the codes."""
+def renamed(codes: Tensor, names: tuple[int, ...]) -> Tensor:
+    """Return each code's entry of a table; without a table the codes."""
     return _table(names, codes.device)[codes.int()] if names else codes
 
 

@@ -26,6 +26,8 @@ LANES = 256  # elements of a tile
 MAX_TILES = 8  # tiles of a sub-block: their scores lie in registers
 # widths of a code's planes, and the place of each one's lowest bit in the code; the first decides where a code is read
 PLANES = {1: ((1, 0),), 2: ((2, 0),), 3: ((2, 1), (1, 0)), 4: ((4, 0),), 8: ((8, 0),)}
+SLAB_PLANES = PLANES | {5: ((4, 1), (1, 0)), 6: ((4, 2), (2, 0)), 7: ((4, 3), (2, 1), (1, 0))}
+SLAB_TOKENS = EDGE * MAX_TILES
 
 
 class Words(NamedTuple):
@@ -137,6 +139,31 @@ def order(bits: int, block: int, size: int, groups: int = 1) -> Order | None:
     return Order(bits, tiles, block // (EDGE * tiles), start, words, runs, tuple(sections))
 
 
+@lru_cache(maxsize=8)
+def slab_order(bits: int) -> Order:
+    """Return the order of a slab, [128 tokens, 16 channels], of 1 to 7 bits: 256 bytes a bit, plane after plane.
+
+    Its runs are not of channels: each has a part of the tiles of tokens, the first tile of a part at SLOT.
+    """
+    sections, words, start = list[Section](), list[Words](), 0
+    first = dict[int, int]()  # by width, the plane's first word
+    for width, up in SLAB_PLANES[bits]:
+        count, container = (2, 16) if width == 4 else (1, 8 * width)
+        first[width] = len(words)
+        sections.append(Section(width, up, 0, count, 1, container, start))
+        for _ in range(count):
+            words.append(Words(start, 0, 1, container))
+            start += LANES * container // 8
+    parts = 2 if bits >= 4 else 1
+    runs = tuple(
+        Run(0, 1, 1, 0, tuple(
+            Plane(width, up, first[width] + (part if width == 4 else 0), part * 4 * (width < 4))
+            for width, up in SLAB_PLANES[bits]
+        )) for part in range(parts)
+    )  # fmt: skip
+    return Order(bits, MAX_TILES, 1, start, tuple(words), runs, tuple(sections))
+
+
 class PlaneSlot(NamedTuple):
     """The place of one plane of a group of channels' codes: its section, the byte of its word, and as in `Plane`."""
 
@@ -197,16 +224,16 @@ def arrange(codes: Tensor, order: Order, rows: str) -> Tensor:
 def collect(ordered: Tensor, order: Order, rows: str) -> Tensor:
     """Undo `arrange`: codes uint8 [..., T, D]."""
     subs = ordered.unflatten(-1, (order.SUBS, order.BYTES))
-    count = sum(run.COUNT for run in order.RUNS)
+    count = order.BYTES * 8 // (order.BITS * order.TILES * LANES)
     x = torch.zeros(*subs.shape[:-1], count, order.TILES, LANES, dtype=torch.uint8, device=ordered.device)
-    for width, up, start, words, each, bits, offset in order.SECTIONS:
+    for width, up, start, words, _, bits, offset in order.SECTIONS:
         size = words * LANES * bits // 8
         part = subs[..., offset : offset + size].contiguous()
         container = part if bits == 8 else part.view(torch.int16)
-        shifts = torch.arange(each * order.TILES, device=x.device, dtype=torch.int16) * width
+        shifts = torch.arange(bits // width, device=x.device, dtype=torch.int16) * width
         slots = (container.unflatten(-1, (words, 1, LANES)).to(torch.int32) >> shifts[:, None]) & ((1 << width) - 1)
-        groups = slots.to(torch.uint8).view(*subs.shape[:-1], words * each, order.TILES, LANES)
-        x[..., start : start + words * each, :, :] |= groups << up
+        groups = slots.to(torch.uint8).view(*subs.shape[:-1], -1, order.TILES, LANES)
+        x[..., start : start + groups.shape[-3], :, :] |= groups << up
     return _untiled(x, rows)
 
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.kernel_order import KernelOrder
+from kvq_runtime.codec.latent_order import LatentOrder
 from kvq_runtime.geometry import SLAB
 from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.constant import lasting
 
 Slab = dict[str, Tensor]
+Order = KernelOrder | LatentOrder | None
 SLACK = 64  # tokens that one step may add where the window is
 
 
@@ -76,7 +78,7 @@ class DeviceIndex:
         columns: tuple[int, int],
         slabs: int,
         sinks_2BSC: Tensor,
-        orders: tuple[KernelOrder | None, KernelOrder | None] = (None, None),
+        orders: tuple[Order, Order] = (None, None),
     ):
         self.orders = orders
         self.counts = counts

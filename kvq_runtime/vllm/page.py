@@ -21,15 +21,15 @@ from torch import Tensor
 
 from kvq_runtime.attention import fused
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.codec.kernel_order import KernelOrder
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.constant import lasting
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.storage import Order
 
 Fields = dict[str, Tensor]
-Orders = Mapping[Role, KernelOrder | None]
+Orders = Mapping[Role, Order]
 ALIGNED = 16  # tokens of a page, of which its fields begin at multiples of 16 bytes
 
 
@@ -157,9 +157,7 @@ class PageReader:
     def __init__(self, shared: Shared, layer: int):
         self.shared, self._encoded = shared, list[Any]()
         layouts = fused.layouts(shared.recipe, shared.geometry, layer)
-        self.orders: dict[Role, KernelOrder | None] = {
-            role: layout.order for role, layout in zip(ROLES, layouts, strict=True)
-        }
+        self.orders: dict[Role, Order] = {role: layout.order for role, layout in zip(ROLES, layouts, strict=True)}
 
     def bind(self, codecs: Mapping[Role, Codec], views: Mapping[Role, Fields]) -> None:
         """Read these pages, of codecs on the same device. ValueError: they are not where the kernel can read them."""

@@ -108,6 +108,52 @@ class PolarSettings(NamedTuple):
     MIRRORED: int
 
 
+class SlabSettings(NamedTuple):
+    """A slab of latents, [128 tokens, 16 channels], of one width: fragment.py.
+
+    BITS, BYTES, WORDS, RUNS   as in `slab_order` of ops/fragment.py
+    TABLES                     as in RoundedSettings, of one element; (): codes are spaced evenly
+    """
+
+    BITS: int
+    BYTES: int
+    WORDS: tuple[Words, ...]
+    RUNS: tuple[Run, ...]
+    TABLES: tuple[tuple[int, ...], ...] = ()
+
+
+class LatentSettings(NamedTuple):
+    """Latents by head: latent.py. How many slabs there are of a width is read on the device.
+
+    FIELDS    of a block: 2, codes and gains; 1, codes alone
+    GAIN      bits of a token's gain in each head; 0: there is none
+    SEGMENT   tokens of a segment, of keys; 0: values
+    WIDTHS    a slab of each width, falling
+    """
+
+    FIELDS: int
+    GAIN: int
+    SEGMENT: int
+    WIDTHS: tuple[SlabSettings, ...]
+
+
+class Latents(NamedTuple):
+    """What a layer's latents are read with, for the scan and for `project`: tensors on the device.
+
+    counts     int32 [1 + widths]: slabs of a head, then how many are of each of WIDTHS
+    gains      float32 [H, 2]: log2 of the least gain, and from one gain to the next; or None
+    basis      of keys, float16 [H, R, D]: what queries, turned back to a segment, are multiplied with; or None
+    projected  of keys, float16 [B · H, segments, R, rows]: the queries so multiplied, as `project` writes them; or None
+    segments   that there is room for
+    """
+
+    counts: Any
+    gains: Any
+    basis: Any = None
+    projected: Any = None
+    segments: int = 0
+
+
 class Pages(NamedTuple):
     """The places of the blocks of keys, or of values, in an engine's cache.
 
@@ -158,6 +204,14 @@ def field_of(
     p_table   block table, int64; of an L that is PAGED, Pages
     SIZE      bytes of the field in a block
     """
+    ALIGNED: tl.constexpr = 16 if SIZE % 16 == 0 else SIZE & -SIZE
+    address = place_of(p_table, i_block, i_b, FIELD, FIELDS, SIZE, L)
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), ALIGNED)
+
+
+@triton.jit
+def place_of(p_table, i_block, i_b, FIELD: tl.constexpr, FIELDS: tl.constexpr, size, L: tl.constexpr):
+    """As `field_of`, of a size that may be known at run time alone: the address, a number or a pointer to bytes."""
     if L.PAGED == 1:
         page = tl.load(p_table.table + i_b * p_table.width + i_block).to(tl.int64)
         address = p_table.fields[FIELD].to(tl.pointer_type(tl.uint8), bitcast=True) + page * p_table.bytes
@@ -165,6 +219,5 @@ def field_of(
         BLOCKS: tl.constexpr = _SLAB.value  # the interpreter has no int % constexpr
         p_slab = p_table + (i_block // BLOCKS) * (FIELDS + 1)
         blocks = tl.load(p_slab)
-        address = tl.load(p_slab + 1 + FIELD) + (i_b * blocks + i_block % BLOCKS) * SIZE
-    ALIGNED: tl.constexpr = 16 if SIZE % 16 == 0 else SIZE & -SIZE
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), ALIGNED)
+        address = tl.load(p_slab + 1 + FIELD) + (i_b * blocks + i_block % BLOCKS) * size
+    return address

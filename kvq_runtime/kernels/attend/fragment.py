@@ -62,7 +62,23 @@ def weight(planes, tile):
 
 @triton.constexpr_function
 def _assembly(planes, tile):
-    """Two containers of each plane become two float16."""
+    """Two containers of each plane become two float16: 1 + code / weight."""
+    return "{ .reg .b32 t, y; " + _one_plus(planes, tile) + " mov.b32 $0, y; }"
+
+
+@triton.constexpr_function
+def _centred_assembly(planes, tile, bits):
+    """As `_assembly`, times the weight, less weight + (2^bits - 1) / 2: exact, in one operation more."""
+    lowest = _lowest(planes, tile)
+    factor = (25 - lowest) << 10
+    less = 0x8000 | factor | ((1 << bits) - 1 << (lowest - 1))
+    made = _one_plus(planes, tile) + f" mov.b32 t, {factor * 0x10001:#x}; mov.b32 c, {less * 0x10001:#x};"
+    return "{ .reg .b32 t, y, c; " + made + " fma.rn.f16x2 $0, y, t, c; }"
+
+
+@triton.constexpr_function
+def _one_plus(planes, tile):
+    """y: 1 + code / weight of two containers."""
     lowest, lines = _lowest(planes, tile), []
     for number in range(len(planes)):  # Triton 3.6 takes no names inside names
         width, up, _, slot = planes[number]
@@ -72,7 +88,7 @@ def _assembly(planes, tile):
         mask = ((1 << width) - 1 << (lowest + up)) * 0x00010001
         rest = "0x3C003C00" if number == 0 else "y"
         lines.append(f"{moved} lop3.b32 y, t, {mask:#x}, {rest}, 0xEA;")
-    return "{ .reg .b32 t, y; " + " ".join(lines) + " mov.b32 $0, y; }"
+    return " ".join(lines)
 
 
 @triton.jit
@@ -115,6 +131,33 @@ def operand(b_words, TILE: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
         )
     else:
         b_x = (1.0 + _codes(b_planes, TILE, R).to(tl.float32) / weight(R.PLANES, TILE)).to(tl.float16)
+    return b_x
+
+
+@triton.jit
+def point(b_words, TILE: tl.constexpr, S: tl.constexpr):
+    """Return what a slab's codes of one tile of tokens stand for, S of SlabSettings: float16 [1, 256].
+
+    A number of the table; without one, code - (2^BITS - 1) / 2.
+    """
+    PARTS: tl.constexpr = len(S.RUNS)
+    RUN: tl.constexpr = TILE * PARTS // 8
+    PLACE: tl.constexpr = TILE % (8 // PARTS)
+    if len(S.TABLES) > 0:
+        b_x = operand(b_words, PLACE, S, RUN)
+    elif COMPILED:
+        R: tl.constexpr = S.RUNS[RUN]
+        b_planes = ()
+        for number in tl.static_range(len(R.PLANES)):
+            b_planes = b_planes + (b_words[R.PLANES[number].WORDS],)
+        b_x = tl.inline_asm_elementwise(
+            _centred_assembly(R.PLANES, PLACE, S.BITS), "=r" + ",r" * len(b_planes), b_planes,
+            dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        factor = weight(S.RUNS[RUN].PLANES, PLACE)
+        b_one = operand(b_words, PLACE, S, RUN).to(tl.float32)
+        b_x = (b_one * factor - (factor + ((1 << S.BITS) - 1) / 2)).to(tl.float16)
     return b_x
 
 

@@ -18,7 +18,8 @@ splits as there are, up to the last of CLASSES; where they are few a program is 
 thousands of programs. Each of CHUNK places sums up every CHUNK-th split by its own largest level so far; places are
 added up at the end, once. Splits that no block came to are neither written nor read.
 
-How blocks are read is a SCAN: a jit function with the loop over the blocks of a split, in rounded.py or polar.py. Its
+How blocks are read is a SCAN: a jit function with the loop over the blocks of a split, in rounded.py, polar.py or
+latent.py. Its
 arguments are those of the kernel, and
 
     i_first, i_last   the split's blocks: scalars, i_first up to but without i_last
@@ -185,6 +186,7 @@ def merge_parts(
         merge[(lines, rows, triton.cdiv(size, wide))](
             part, part_lse, rotation, mean, lengths, out, lse, splits, rows,
             lines // len(out), size, wide, columns, chunk, int(lengths.ndim == 2),
+            int(rotation is not None and rotation.ndim == 3),
             num_warps=warps, maxnreg=255, **FUSED,
         )  # fmt: skip
 
@@ -205,12 +207,13 @@ def merge_sizes(size: int, splits: int, rotates: bool) -> tuple[int, int, int, i
 def merge(
     p_part, p_lse, p_rotation, p_mean, p_lengths, p_out, p_out_lse, splits, rows,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    PAGED: tl.constexpr,
+    PAGED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch row, KV head), query row and WIDE channels, CHUNK splits at a time.
 
     p_part, p_lse   float32 [B · H, EXACT + splits, rows, D] and [B · H, rows, EXACT + splits], as `attend` writes them
-    p_rotation      of the values: float16 [D, D], of layout.Layout, or None; not of the exact splits
+    p_rotation      of the values: float16 [D, D], of layout.Layout, or None; not of the exact splits; EACH: [H, D, D],
+                    one of each KV head
     p_mean          of the values, float32 [H, D], or None; not of the exact splits
     p_lengths       int32 [3], the first: encoded blocks; PAGED: [B, 4], of each row
     p_out           [B · H, rows, D] in the queries' dtype
@@ -237,6 +240,8 @@ def merge(
     weight, b_mixed = tl.sum(b_total * b_fade, 0), tl.sum(b_sums * b_fade[:, None], 0)
     total = weight + tl.sum(b_weights, 0)
     some = tl.where(total > 0, total, 1.0)
+    if EACH == 1:
+        p_rotation += i_bh % H * (D * D)
     for i in tl.static_range(WIDE // COLUMNS):
         o_c = first + i * COLUMNS + tl.arange(0, COLUMNS)
         m_c = o_c < D

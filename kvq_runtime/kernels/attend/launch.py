@@ -13,9 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.kernels.attend.arguments import LayerSettings, Pages, RoundedSettings, block_table
+from kvq_runtime.geometry import SLAB
+from kvq_runtime.kernels.attend.arguments import (
+    Latents,
+    LatentSettings,
+    LayerSettings,
+    Pages,
+    RoundedSettings,
+    block_table,
+)  # fmt: skip
 from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import attend as attend_kernel
+from kvq_runtime.kernels.attend.latent import project
 from kvq_runtime.kernels.attend.layout import Layout, layout, padded, tile
 from kvq_runtime.kernels.attend.queries import LOG2E
 from kvq_runtime.kernels.attend.rope import RopeTables
@@ -30,6 +39,8 @@ ROWS = 64  # query heads of a KV head, times query tokens, at most
 TOKENS = 8  # of a query, that any number of heads may have
 LINES = 65535  # KV heads of all rows of a batch: an axis of the grid
 ANGLES = 128  # tokens of a tile of angles
+SEGMENTS = 64  # columns of a program of `project`: queries of several segments
+PROJECTIONS = 1024  # programs of it, at most
 SHARED = 144  # bytes of shared memory a warp and channel, as compiled for sm_90
 
 
@@ -67,7 +78,7 @@ def attend(
     starts_B   int32: the first real slot of each row; of pages None
     scale      of the scores
     splits     parts that the blocks are cut into, see `choose_splits`
-    rope       for keys whose mean was removed
+    rope       for keys whose mean was removed, or that are turned back to their segment's middle
     cap        bound of a score, which is cap · tanh(score / cap); None: there is none
 
     ValueError: there are more query tokens than `takes` allows.
@@ -88,15 +99,40 @@ def attend(
     out, lse = torch.empty_like(q_BHTD), part_lse.new_empty(batch, q_heads, tokens)
     pointers = None if rope is None or keys.mean is None else rope.pointers(keys.mean)
     warps, registers = resources(keys, values)
+    settings = constants(keys, values, exact.k_sinks.shape[1], cap)
+    lookup = keys.lookup
+    if isinstance(lookup, Latents):
+        assert rope is not None
+        lookup = _projected(q_BHTD, keys, rope, lengths, scale, settings[0])
     with on(q_BHTD):
         attend_kernel[(_tiles(rows), lines, parts)](
-            q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, keys.lookup,
+            q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, lookup,
             values.lookup, *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, rows, tokens, splits,
-            *constants(keys, values, exact.k_sinks.shape[1], cap),
+            *settings,
             num_warps=warps, num_stages=1, maxnreg=registers, **FUSED,
         )  # fmt: skip
     merge_parts(part, part_lse, values.rotation, values.mean, lengths, out, lse)
     return out, lse
+
+
+def _projected(
+    q_BHTD: Tensor, keys: Layout, rope: RopeTables, lengths: Tensor, scale: float, layer: LayerSettings
+) -> Latents:
+    """Multiply queries with the bases of keys' latents, for each segment that there is room for."""
+    lookup, table, settings = keys.lookup, keys.addresses, keys.settings
+    assert isinstance(lookup, Latents) and isinstance(settings, LatentSettings) and table is not None
+    blocks = table.table.shape[1] if isinstance(table, Pages) else len(table) * SLAB
+    (batch, q_heads, tokens, size), heads = q_BHTD.shape, layer.H
+    rows, segments = q_heads // heads * tokens, blocks * keys.block // settings.SEGMENT
+    projected = lookup.basis.new_empty(batch * heads, segments, lookup.basis.shape[1], rows)
+    lookup = lookup._replace(projected=projected, segments=segments)
+    programs = min(-(-segments * rows // SEGMENTS), max(1, PROJECTIONS // (batch * heads)))
+    with on(q_BHTD):
+        project[(programs, batch * heads)](
+            q_BHTD, scale * LOG2E.value, rope.segments, lookup, lengths, rows, layer, settings.SEGMENT,
+            padded(size // 2), SEGMENTS, num_warps=4, num_stages=1, **FUSED,
+        )  # fmt: skip
+    return lookup
 
 
 def takes(lines: int, ratio: int, tokens: int) -> bool:
@@ -130,6 +166,8 @@ def resources(keys: Layout, values: Layout) -> tuple[int, int]:
     more than the third warp gives.
     """
     both = keys.settings, values.settings
+    if isinstance(keys.settings, LatentSettings):
+        return 1, 168
     if not all(isinstance(settings, RoundedSettings) for settings in both):
         return 2, 255
     few = all(settings.GROUPS == 1 and settings.BITS in (1, 2, 4) for settings in both)

@@ -1,10 +1,12 @@
 """Choose how the kernel reads one scheme of a layer: scan, its settings and its tables; None where none reads it.
 
 The kernel takes codes in operand order (codec/kernel_order.py), whose groups are a head's, a part of it, or a channel's
-in a block; or angles of whole heads. Blocks of other schemes are decoded first. A mean may have been removed. Keys
-before RoPE have no kernel. Keys and values are both ordered, or neither is: the two kinds lie differently.
+in a block; or angles of whole heads; or latents of a basis a head (codec/latent_order.py), of keys by segment. Blocks
+of other schemes are decoded first. A mean may have been removed. Keys before RoPE have no kernel. Keys and values are
+of one kind, for each has its scan.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,15 +15,26 @@ import torch
 import triton
 from torch import Tensor
 
-from kvq_runtime.codec.kernel_order import KernelOrder, kernel_order
+from kvq_runtime.codec.kernel_order import SIGNED, KernelOrder, kernel_order
+from kvq_runtime.codec.latent_order import LatentOrder, latent_order
 from kvq_runtime.geometry import MATRIX_SIZES, Geometry
+from kvq_runtime.kernels.attend import latent as latents
 from kvq_runtime.kernels.attend import polar, rounded
-from kvq_runtime.kernels.attend.arguments import Pages, PolarSettings, RoundedSettings, TileSettings
-from kvq_runtime.ops import fragment, grid, lloyd
+from kvq_runtime.kernels.attend.arguments import (
+    Latents,
+    LatentSettings,
+    Pages,
+    PolarSettings,
+    RoundedSettings,
+    SlabSettings,
+    TileSettings,
+)  # fmt: skip
+from kvq_runtime.ops import fragment, grid, latent, lloyd
 from kvq_runtime.recipe import Role, Scheme
 
 Tensors = Mapping[str, Tensor]
 RUN = 32  # columns of a slot of angles, at most
+WIDTHS = (7, 6, 5, 4, 3, 2, 1)  # bits of slabs of latents
 _NOTHING: Tensors = {}
 
 
@@ -30,13 +43,13 @@ class Layout:
     """The kernel's way to read one scheme's blocks.
 
     geometry   of the model, and `block`, the tokens of a block
-    scan       the loop over blocks: that of rounded.py or of polar.py
-    scores     the function that scores keys, in rounded.py; None for angles
+    scan       the loop over blocks: that of rounded.py, polar.py or latent.py
+    scores     the function that scores keys, in rounded.py; else None
     settings   of both, see arguments.py
     names      the fields, in the order of their addresses in the block table
     order      of the codes in slabs; None: they lie as they are encoded
-    lookup     the codebooks of angles, see `_lookup`, or None
-    rotation   of a head, float16 [D, D]: x̂ = what is read · rotation; or None
+    lookup     the codebooks of angles, see `_lookup`; `Latents`; or None
+    rotation   of a head, float16 [D, D]: x̂ = what is read · rotation; of values' latents [H, D, D]; or None
     addresses  of the blocks: their block table, int64 [slabs, 1 + fields]; or the pages of an engine's cache
     mean       what was removed from each channel, of keys before RoPE, float32 [C], or None
     """
@@ -45,28 +58,43 @@ class Layout:
     block: int
     scan: Any
     scores: Any
-    settings: RoundedSettings | PolarSettings
+    settings: RoundedSettings | PolarSettings | LatentSettings
     names: tuple[str, ...]
-    order: KernelOrder | None = None
-    lookup: Tensor | None = None
+    order: KernelOrder | LatentOrder | None = None
+    lookup: Tensor | Latents | None = None
     rotation: Tensor | None = None
     addresses: Tensor | Pages | None = None
     mean: Tensor | None = None
 
     def on(self, device: torch.device) -> "Layout":
         """Return the same with its tables on a device."""
-        lookup, rotation = (None if x is None else x.to(device) for x in (self.lookup, self.rotation))
-        return replace(self, lookup=lookup, rotation=rotation)
+        lookup = self.lookup
+        if isinstance(lookup, Latents):
+            lookup = lookup._replace(**{n: x.to(device) for n, x in lookup._asdict().items() if isinstance(x, Tensor)})
+        elif lookup is not None:
+            lookup = lookup.to(device)
+        return replace(self, lookup=lookup, rotation=None if self.rotation is None else self.rotation.to(device))
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """Return the tensors of lookup and rotation."""
+        lookup = self.lookup if isinstance(self.lookup, Latents) else (self.lookup,)
+        return [x for x in (*lookup, self.rotation) if isinstance(x, Tensor)]
 
 
-def layout(scheme: Scheme, block: int, geometry: Geometry, role: Role, tensors: Tensors = _NOTHING) -> Layout | None:
+def layout(
+    scheme: Scheme, block: int, geometry: Geometry, role: Role, tensors: Tensors = _NOTHING, segment: int = 0
+) -> Layout | None:
     """Lay out a scheme whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel.
 
     role      whether it stores keys, after RoPE, or values
-    tensors   what was fitted for the quantizer; without it a fitted codebook's layout has no lookup
+    tensors   what was fitted for quantizer and basis; without it a layout of what is fitted has no lookup
+    segment   tokens of a segment, of keys that are turned back to its middle; 0: of keys after RoPE, and values
     """
     if scheme.correct is not None or (scheme.predict is not None and scheme.predict.cross_layer):
         return None
+    if scheme.quantize.takes_latents or segment:
+        return _latent(scheme, block, geometry, role, tensors, segment)
     rotation = _rotation(scheme, geometry)
     if scheme.rotate is not None and (rotation is None or scheme.axis == "channel"):
         return None
@@ -126,6 +154,53 @@ def _rotation(scheme: Scheme, geometry: Geometry) -> Tensor | None:
     if geometry.head_size % len(matrix):
         return None
     return torch.block_diag(*[matrix] * (geometry.head_size // len(matrix)))
+
+
+def _latent(
+    scheme: Scheme, block: int, geometry: Geometry, role: Role, tensors: Tensors, segment: int
+) -> Layout | None:
+    """Lay out latents by head, of keys by segment of at least 16 tokens."""
+    order = latent_order(scheme, block, geometry, role) if scheme.quantize.takes_latents else None
+    if order is None or (role == "key" and segment % fragment.EDGE) or (role == "key") != (segment > 0):
+        return None
+    quantize: Any = scheme.quantize
+    names = ("codes", "gain") if quantize.gain else ("codes",)
+    settings = LatentSettings(len(names), quantize.gain, segment, tuple(_slab(bits) for bits in WIDTHS))
+    lookup = rotation = None
+    if tensors:
+        counts = {bits: slabs for slabs, bits in order.runs}
+        slabs = torch.tensor([sum(counts.values()), *(counts.get(bits, 0) for bits in WIDTHS)], dtype=torch.int32)
+        gains = _gains(tensors["gain_ends"], quantize.gain, order.heads) if quantize.gain else None
+        basis_HRD = _scaled(order, tensors["dual"], tensors["deviation"])
+        lookup = Latents(slabs, gains, basis_HRD.half() if role == "key" else None)
+        if role == "value":
+            rest = geometry.head_size - basis_HRD.shape[1]
+            rotation = torch.nn.functional.pad(basis_HRD, (0, 0, 0, rest)).half()
+    return Layout(geometry, block, latents.scan, None, settings, names, order, lookup, rotation)
+
+
+def _slab(bits: int) -> SlabSettings:
+    """How a slab of this width is read: of up to four bits with a table, the points as they are stored."""
+    order, table = fragment.slab_order(bits), ()
+    if bits < latent.STEPPED:
+        points = latent.gaussian(bits)[1][torch.tensor(SIGNED[bits] or range(2**bits)).argsort()]
+        table = (tuple(points.half().view(torch.uint16).tolist()),)
+    return SlabSettings(bits, order.BYTES, order.WORDS, order.RUNS, table)
+
+
+def _scaled(order: LatentOrder, dual_HDR: Tensor, deviation_R: Tensor) -> Tensor:
+    """Return the dual basis times deviations and the steps of even points: what points are multiplied with, float32
+    [H, R, D] of a head's R stored channels."""
+    scale_HR = deviation_R.float().view(-1, order.heads).mT
+    runs = [(fragment.EDGE * n, latent.step(bits)[0] if bits >= latent.STEPPED else 1.0) for n, bits in order.runs]
+    step_R = torch.cat([scale_HR.new_full((count,), step) for count, step in runs])
+    return (dual_HDR.float() * (scale_HR * step_R)[:, None]).mT.contiguous()
+
+
+def _gains(ends: Tensor, bits: int, heads: int) -> Tensor:
+    """Return log2 of each head's least gain, and from one gain to the next: float32 [H, 2]."""
+    low, high = (ends.double().view(heads, 2) / math.log(2)).unbind(1)
+    return torch.stack([low, (high - low) / (2**bits - 1)], 1).float().contiguous()
 
 
 def _polar(scheme: Scheme, block: int, geometry: Geometry, rotation: Tensor | None, tensors: Tensors) -> Layout | None:

@@ -46,6 +46,7 @@ class RopeTables(NamedTuple):
                     frequency 2 t + h + 8 w
     bases_N2K       of every block's first position, float32
     leads_B2K       of every row's start, float32, times `scaling`
+    middles_S2K     of the middle of every segment, float32; empty where there are none
     frequencies_K   radians a token, float64
     scaling         of cos and sin in use
     """
@@ -53,14 +54,18 @@ class RopeTables(NamedTuple):
     block: Tensor
     bases_N2K: Tensor
     leads_B2K: Tensor
+    middles_S2K: Tensor
     frequencies_K: Tensor
     scaling: float
 
     @staticmethod
-    def of(frequencies_K: Tensor, scaling: float, block: int, blocks: int, starts_B: Tensor) -> "RopeTables":
+    def of(
+        frequencies_K: Tensor, scaling: float, block: int, blocks: int, starts_B: Tensor, segment: int = 0
+    ) -> "RopeTables":
         """Make tables of `blocks` blocks of `block` tokens.
 
         starts_B   the first real slot of each row
+        segment    tokens of a segment of a block; 0: keys are not encoded by segments
         """
         frequencies_K = frequencies_K.double()
         inside_T2K = _circle(torch.arange(-(-block // EDGE) * EDGE), frequencies_K)
@@ -72,7 +77,9 @@ class RopeTables(NamedTuple):
         table = tiles.permute(0, 4, 3, 2, 6, 1, 5, 7)
         bases_N2K = _circle(torch.arange(blocks) * block, frequencies_K).float()
         leads_B2K = _leads(starts_B, frequencies_K, scaling)
-        return RopeTables(table.half().contiguous(), bases_N2K, leads_B2K, frequencies_K, scaling)
+        places_S = torch.arange(blocks * block // segment if segment else 0) * segment + segment // 2
+        middles_S2K = _circle(places_S, frequencies_K).float()
+        return RopeTables(table.half().contiguous(), bases_N2K, leads_B2K, middles_S2K, frequencies_K, scaling)
 
     def start_at(self, starts_B: Tensor) -> None:
         """Write `leads_B2K` anew for other padding of as many rows."""
@@ -80,6 +87,11 @@ class RopeTables(NamedTuple):
 
     def pointers(self, mean: Tensor) -> RopePointers:
         return RopePointers(self.block, self.bases_N2K, self.leads_B2K, mean)
+
+    @property
+    def segments(self) -> RopePointers:
+        """What turns queries back to segments."""
+        return RopePointers(None, self.middles_S2K, self.leads_B2K, None)
 
 
 def _leads(starts_B: Tensor, frequencies_K: Tensor, scaling: float) -> Tensor:
