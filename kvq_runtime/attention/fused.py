@@ -48,14 +48,16 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     for role, scheme, layout in zip(ROLES, (key, value), pair, strict=True):
         if layout is None:
             why = ""
-            if scheme.rotate is not None and scheme.rotate.fitted:
+            if scheme.quantize.takes_latents:
+                why = "; kernels read latents of a basis a head, in slabs of 16 for blocks of 128, of keys by segment"
+            elif scheme.rotate is not None and scheme.rotate.fitted:
                 why = "; kernels take one rotation for all heads, known without a fit"
             elif role == "key" and recipe.position != "post":
                 why = "; kernels read keys after RoPE"
             return f"there is no kernel for its {role}s{why}"
-    if (pair[0].order is None) != (pair[1].order is None):
-        return "kernels read keys and values of one kind: both in operand order, or both angles"
-    if key.predict is not None and geometry.head_size > MAX_HEAD:
+    if pair[0].scan is not pair[1].scan:
+        return "kernels read keys and values of one kind: both in operand order, both angles, or both latents"
+    if key.predict is not None and not key.quantize.takes_latents and geometry.head_size > MAX_HEAD:
         return f"heads of more than {MAX_HEAD} channels leave no registers for the mean of keys after RoPE"
     return None
 
@@ -63,7 +65,8 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
 def layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
     """Return the kernel's layouts of a layer's keys and values; None for one that it cannot read."""
     block, (key, value) = recipe.window.block, recipe.at(layer)
-    keys = None if recipe.position != "post" else kernels().layout(key, block, geometry, "key")
+    segment = recipe.segment if recipe.position == "segment" else 0
+    keys = None if recipe.position == "pre" else kernels().layout(key, block, geometry, "key", segment=segment)
     return [keys, kernels().layout(value, block, geometry, "value")]
 
 
@@ -78,7 +81,8 @@ def make_reader(codec: Codec, device: torch.device) -> Any:
     Codecs without fitted tensors share one set of tables.
     """
     settings = codec.scheme, codec.block, codec.geometry, codec.role
-    made = _layout_on(device, *settings, codec.fitted) if codec.fitted else _shared_layout_on(device, *settings)
+    fitted = {name.split(".")[1]: x for name, x in codec.tensors.items() if name.startswith(("quantize.", "rotate."))}
+    made = _layout_on(device, *settings, fitted, codec.segment) if fitted else _shared_layout_on(device, *settings)
     return replace(made, mean=codec.tensors.get("predict.mean"))
 
 
@@ -147,7 +151,7 @@ class Fused(Path):
             return None
         window = self.recipe.window
         readers = [make_reader(codec, k_BTC.device) for codec in codecs]
-        self.shared += [x for reader in readers for x in (reader.lookup, reader.rotation) if x is not None]
+        self.shared += [x for reader in readers for x in reader.tables]
         self._readers[layer] = readers
         columns = [1 + len(reader.names) for reader in readers]
         sinks_2BSC = k_BTC.new_zeros(2, len(k_BTC), window.sinks, k_BTC.shape[2])
@@ -177,12 +181,15 @@ class Fused(Path):
         self.publish({layer: store})
         keys, values = self._read(layer, index)
         exact = host.Exact(*store.buffer_2BTC, *index.sinks_2BSC)
-        rope = self._tables(store, index) if keys.mean is not None else None
+        rope = self._tables(store, index) if "positions" in self.recipe.needs else None
         shape = layer, len(q_BHTD), q_BHTD.shape[2]
         if shape not in self._splits:
             self._splits[shape] = host.choose_splits(q_BHTD, keys, values, self.max_tokens // store.window.block)
         starts_B, splits = self.padding.starts_B, self._splits[shape]
-        return Attended(*host.attend(q_BHTD, keys, values, exact, index.counts, starts_B, scale, splits, rope, cap))
+        blocks = None if self.positions.recorded else store.blocks
+        return Attended(
+            *host.attend(q_BHTD, keys, values, exact, index.counts, starts_B, scale, splits, rope, cap, blocks)
+        )
 
     def takes(self, query: Query) -> bool:
         """Return True if the kernel reads the layer and can read its padding, whatever the number of queries."""
@@ -258,7 +265,7 @@ class Fused(Path):
     def bytes(self) -> dict[str, int]:
         """Allocated bytes, by kind, of what is held beside the layers."""
         rope, counts = self._rope or (), () if self._counts_L4 is None else (self._counts_L4,)
-        tables = storage_bytes([self.padding.starts_B, *counts, *rope[:4]])
+        tables = storage_bytes([self.padding.starts_B, *counts, *rope[:5]])
         return {"tables": tables} if tables else {}
 
     def _read(self, layer: int, index: DeviceIndex) -> list[Any]:
@@ -277,8 +284,9 @@ class Fused(Path):
             frequencies_K = rotary.frequencies_K.to(index.counts.device)
             with torch.inference_mode(False):
                 self._rope = kernels().RopeTables.of(
-                    frequencies_K, rotary.scaling, store.window.block, blocks, self.padding.starts_B
-                )
+                    frequencies_K, rotary.scaling, store.window.block, blocks, self.padding.starts_B,
+                    store.codecs[0].segment,
+                )  # fmt: skip
         return self._rope
 
 

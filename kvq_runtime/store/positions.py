@@ -86,10 +86,18 @@ class Positions:
             if new is None:
                 new = self.positions_BT[:, -1:] + 1 + torch.arange(count, device=device)
             self.positions_BT = torch.cat([self.positions_BT, new.to(torch.int32).expand(batch, -1)], 1)
+            if self.real_BT is not None and count > 1:
+                self._count_back(self.positions_BT, self.real_BT)
         if self.tokens_BT is not None:
             new = torch.arange(self.seen, self.seen + count, dtype=torch.int32, device=device)
             self.tokens_BT = torch.cat([self.tokens_BT, new.expand(batch, -1)], 1)
         self.length += count
+
+    def _count_back(self, positions_BT: Tensor, real_BT: Tensor) -> None:
+        """Let padded slots count back from their row's first real one: the middle of its segment may be among them."""
+        slots, first_B1 = torch.arange(real_BT.shape[1], device=real_BT.device), real_BT.int().argmax(1, keepdim=True)
+        before_BT = positions_BT.gather(1, first_B1) + slots - first_B1
+        self.positions_BT = torch.where(slots < first_B1, before_BT, positions_BT).to(torch.int32)
 
     def drop(self, kept_BT: Tensor) -> None:
         """Keep these slots of each row, in rising order, as many of all rows; the others are forgotten."""

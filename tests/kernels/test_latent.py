@@ -4,13 +4,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from fused_driver import PADDED, Driver
 from parity import DEVICE, error, normal, poisoned
 from tiers import some
 from torch import Tensor
 
 from kvq_runtime.geometry import ROLES, Geometry
-from kvq_runtime.ops import latent, pack, rope
-from kvq_runtime.recipe import Role, Scheme
+from kvq_runtime.ops import dispatch, latent, pack, rope
+from kvq_runtime.recipe import Role, Scheme, Window, preset
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import GradientBasis
@@ -183,3 +184,17 @@ def test_latents(name, monkeypatch):
         out, level, wanted, levels = run(case)
     assert error(out, wanted) <= TOLERANCE[case.dtype]
     assert float((level.double() - levels).abs().max()) <= 0.02
+
+
+@pytest.mark.parametrize("starts", [pytest.param(None, marks=pytest.mark.slow), PADDED[:1]], ids=["whole", "padded"])
+def test_a_cache_reads_latents_as_torch_does(starts):
+    """The middle of the first segment is padding."""
+    made = preset("fisher-head-2.5bit")
+    quantize = replace(made.key.quantize, target=0.0, shared=False, counts=(0, 0, 16, 0, 16, 16, 0, 16))
+    schemes = {role: replace(getattr(made, role), quantize=quantize) for role in ROLES}
+    with dispatch.forced(True):
+        driver = Driver(replace(made, **schemes, window=Window(2, 8, 128)), starts, rows=1)
+        driver.step(150, expected=False)
+        store = driver.cache.layers[0]
+        assert store.index is not None and store.blocks
+        driver.check(2)

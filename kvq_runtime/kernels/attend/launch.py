@@ -68,6 +68,7 @@ def attend(
     splits: int,
     rope: RopeTables | None = None,
     cap: float | None = None,
+    blocks: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with query tokens that are the last of the window: out [B, Hq, Tq, D] and log2 Σ 2^s [B, Hq, Tq].
 
@@ -80,6 +81,7 @@ def attend(
     splits     parts that the blocks are cut into, see `choose_splits`
     rope       for keys whose mean was removed, or that are turned back to their segment's middle
     cap        bound of a score, which is cap · tanh(score / cap); None: there is none
+    blocks     encoded, at most, where the host knows; None: as many as the tables have room for
 
     ValueError: there are more query tokens than `takes` allows.
     """
@@ -103,7 +105,7 @@ def attend(
     lookup = keys.lookup
     if isinstance(lookup, Latents):
         assert rope is not None
-        lookup = _projected(q_BHTD, keys, rope, lengths, scale, settings[0])
+        lookup = _projected(q_BHTD, keys, rope, lengths, scale, settings[0], blocks)
     with on(q_BHTD):
         attend_kernel[(_tiles(rows), lines, parts)](
             q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, lookup,
@@ -116,16 +118,20 @@ def attend(
 
 
 def _projected(
-    q_BHTD: Tensor, keys: Layout, rope: RopeTables, lengths: Tensor, scale: float, layer: LayerSettings
-) -> Latents:
+    q_BHTD: Tensor, keys: Layout, rope: RopeTables, lengths: Tensor, scale: float, layer: LayerSettings,
+    blocks: int | None,
+) -> Latents:  # fmt: skip
     """Multiply queries with the bases of keys' latents, for each segment that there is room for."""
     lookup, table, settings = keys.lookup, keys.addresses, keys.settings
     assert isinstance(lookup, Latents) and isinstance(settings, LatentSettings) and table is not None
-    blocks = table.table.shape[1] if isinstance(table, Pages) else len(table) * SLAB
+    room = table.table.shape[1] if isinstance(table, Pages) else len(table) * SLAB
+    blocks = room if blocks is None else min(room, -(-blocks // SLAB) * SLAB)
     (batch, q_heads, tokens, size), heads = q_BHTD.shape, layer.H
     rows, segments = q_heads // heads * tokens, blocks * keys.block // settings.SEGMENT
     projected = lookup.basis.new_empty(batch * heads, segments, lookup.basis.shape[1], rows)
     lookup = lookup._replace(projected=projected, segments=segments)
+    if not segments:
+        return lookup
     programs = min(-(-segments * rows // SEGMENTS), max(1, PROJECTIONS // (batch * heads)))
     with on(q_BHTD):
         project[(programs, batch * heads)](
