@@ -76,19 +76,20 @@ def kernels() -> ModuleType:
 
 
 def make_reader(codec: Codec, device: torch.device) -> Any:
-    """Return the layout of a codec's blocks on a device, without their addresses.
+    """Return the layout of a codec's blocks on a device, without their addresses; None: it was not fitted by slabs.
 
     Codecs without fitted tensors share one set of tables.
     """
     settings = codec.scheme, codec.block, codec.geometry, codec.role
     fitted = {name.split(".")[1]: x for name, x in codec.tensors.items() if name.startswith(("quantize.", "rotate."))}
     made = _layout_on(device, *settings, fitted, codec.segment) if fitted else _shared_layout_on(device, *settings)
-    return replace(made, mean=codec.tensors.get("predict.mean"))
+    return made and replace(made, mean=codec.tensors.get("predict.mean"))
 
 
 def _layout_on(device: torch.device, *settings: Any) -> Any:
     """Return `kernels().layout` of these settings on a device."""
-    return kernels().layout(*settings).on(device)
+    made = kernels().layout(*settings)
+    return made and made.on(device)
 
 
 _shared_layout_on = constant(64)(_layout_on)
@@ -151,6 +152,8 @@ class Fused(Path):
             return None
         window = self.recipe.window
         readers = [make_reader(codec, k_BTC.device) for codec in codecs]
+        if None in readers:
+            return None
         self.shared += [x for reader in readers for x in reader.tables]
         self._readers[layer] = readers
         columns = [1 + len(reader.names) for reader in readers]

@@ -16,6 +16,8 @@ from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops import fragment, pack
 from kvq_runtime.stages.stage import Scheme, Specs
 
+MAX_BITS = 7  # of a slab
+
 
 @dataclass(frozen=True)
 class LatentOrder:
@@ -68,20 +70,20 @@ class LatentOrder:
 
 
 def latent_order(scheme: Scheme, block: int, geometry: Geometry, role: Role) -> LatentOrder | None:
-    """The order of latents of a basis a head, in slabs of whole heads; None where they stay as they are encoded."""
+    """The order of latents of a basis a head, in slabs of whole heads; None where they stay as they are encoded.
+
+    Of a recipe whose counts are yet to be fitted the runs are left out.
+    """
     quantize: Any = scheme.quantize
     heads = geometry.kv_heads
     if not quantize.takes_latents or getattr(scheme.rotate, "group", "all") != "head":
         return None
     if quantize.slab % fragment.EDGE or quantize.codebook != "stepped" or block != fragment.SLAB_TOKENS:
         return None
-    runs = quantize.runs(geometry.width)
+    runs = quantize.runs(geometry.width) if quantize.counts else []
     unit = heads * fragment.EDGE
-    if any(bits > max(_WIDTHS) or count % unit for count, bits in runs):
+    if quantize.bits[0] > MAX_BITS or any(count % unit for count, _ in runs):
         return None
     if quantize.gain and quantize.gain_count(heads) != heads:
         return None
     return LatentOrder(heads, role, tuple((count // unit, bits) for count, bits in runs))
-
-
-_WIDTHS = range(1, 8)  # bits of a slab

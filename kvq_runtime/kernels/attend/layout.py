@@ -161,7 +161,7 @@ def _latent(
 ) -> Layout | None:
     """Lay out latents by head, of keys by segment of at least 16 tokens."""
     order = latent_order(scheme, block, geometry, role) if scheme.quantize.takes_latents else None
-    if order is None or (role == "key" and segment % fragment.EDGE) or (role == "key") != (segment > 0):
+    if order is None or (tensors and not order.runs) or segment % fragment.EDGE or (role == "key") != (segment > 0):
         return None
     quantize: Any = scheme.quantize
     names = ("codes", "gain") if quantize.gain else ("codes",)
