@@ -143,7 +143,7 @@ class Latents(NamedTuple):
     counts     int32 [1 + widths]: slabs of a head, then how many are of each of WIDTHS
     gains      float32 [H, 2]: log2 of the least gain, and from one gain to the next; or None
     basis      of keys, float16 [H, R, D]: what queries, turned back to a segment, are multiplied with; or None
-    projected  of keys, float16 [B · H, segments, R, rows]: the queries so multiplied, as `project` writes them; or None
+    projected  of keys, float16 [B · H, segments, rows, R]: the queries so multiplied, as `project` writes them; or None
     segments   that there is room for
     """
 

@@ -124,8 +124,8 @@ def _scores(part, p_keys, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.c
     slabs = tl.load(p_latents.counts)
     o_m = part.first + tl.arange(0, M)
     p_segment = p_latents.projected + (part.line * p_latents.segments + i_block * SEGMENTS) * slabs * 16 * part.rows
-    p_u = p_segment + tl.arange(0, 16)[:, None] * part.rows + o_m[None, :]
-    m_m = (o_m < part.rows)[None, :]
+    p_u = p_segment + o_m[:, None] * (slabs * 16) + tl.arange(0, 16)[None, :]
+    m_m = (o_m < part.rows)[:, None]
     b_s = (tl.zeros((16, M), tl.float32),) * TILES
     i_slab = 0
     for number in tl.static_range(len(S.WIDTHS)):
@@ -134,8 +134,9 @@ def _scores(part, p_keys, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.c
             b_words = fragment.load_words(tl.multiple_of(p_codes + i * S.WIDTHS[number].BYTES, 16), S.WIDTHS[number])
             b_u = ()
             for segment in tl.static_range(SEGMENTS):
-                p = p_u + ((segment * slabs + i_slab + i) * 16) * part.rows
-                b_u = b_u + (tl.load(p, mask=m_m, other=0.0),)
+                p = p_u + (segment * part.rows * slabs + i_slab + i) * 16
+                b_one = tl.reshape(tl.load(p, mask=m_m, other=0.0), (M, 4, 2, 2))
+                b_u = b_u + (tl.reshape(tl.permute(b_one, (2, 1, 3, 0)), (16, M)),)
             b_more = ()
             for tile in tl.static_range(TILES):
                 b_x = fragment.rows_of_tokens(fragment.point(b_words, tile, S.WIDTHS[number]), S.WIDTHS[number], 0)
@@ -170,16 +171,17 @@ def _add_values(
 
 @triton.jit
 def _load_gains(p_table, i_block, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
-    """Return the bytes of a block's gains that have those of a tile's tokens, uint8 [16] each; () where there are none.
+    """Return the bytes of a block's gains, in words that have those of a tile's tokens, int32 [16] each.
 
-    They are packed along the tokens (ops/pack.py): a plane of w bits is w · 16 bytes.
+    () where there are none. They are packed along the tokens (ops/pack.py): a plane of w bits is w · 16 bytes. Not
+    loaded as bytes: Triton would take the weights for numbers of eight bits, and reorder what they are multiplied with.
     """
     b_gains = ()
     if S.GAIN > 0:
         address = place_of(p_table, i_block, i_b, SCALE, S.FIELDS, L.H * 16 * S.GAIN, L)
-        p_gain = address.to(tl.pointer_type(tl.uint8)) + i_h * (16 * S.GAIN) + tl.arange(0, 16)
+        p_gain = address.to(tl.pointer_type(tl.int32)) + i_h * (4 * S.GAIN) + tl.arange(0, 16) // 4
         for number in tl.static_range(tl.constexpr(S.GAIN)):
-            b_gains = b_gains + (tl.load(p_gain + number * 16),)
+            b_gains = b_gains + (tl.load(p_gain + number * 4) >> (tl.arange(0, 16) % 4 * 8),)
     return b_gains
 
 
@@ -199,7 +201,7 @@ def _plane(b_gains, TILE: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
     UP: tl.constexpr = S.GAIN & (16 - 2 * WIDTH)  # wider planes come first, and have the lower bits
     b_bits = tl.zeros((16,), tl.int32)
     if (S.GAIN & WIDTH) != 0:
-        b_bits = b_gains[UP + TILE % WIDTH].to(tl.int32) >> (TILE // WIDTH * WIDTH)
+        b_bits = b_gains[UP + TILE % WIDTH] >> (TILE // WIDTH * WIDTH)
         b_bits = (b_bits & ((1 << WIDTH) - 1)) << UP
     return b_bits
 
@@ -217,6 +219,8 @@ def project(
     p_lengths  as in `attend` of kernel.py
     rows       of queries, of each KV head; a column is one of a segment's
     K          half of the head, padded to a power of two
+
+    Latents of a slab lie in the order of the tensor core's operand B, 4 t, 2 w, 2 h: latent 2 t + h + 8 w.
     """
     i_bh = tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // L.H, i_bh % L.H
@@ -241,8 +245,9 @@ def project(
         b_next = (b_right * b_cos - b_left * b_sin).to(tl.float16)
         for i in range(0, latents, 16):
             o_r = i + tl.arange(0, 16)
+            o_place = i + o_r % 8 // 2 * 4 + o_r % 16 // 8 * 2 + o_r % 2  # a lane's four of the operand, side by side
             p_basis = p_latents.basis + (i_h * latents + o_r)[:, None] * L.D + o_k[None, :]
             b_u = tl.dot(tl.load(p_basis, mask=m_k[None, :], other=0.0), b_back)
             b_u = tl.dot(tl.load(p_basis + HALF, mask=m_k[None, :], other=0.0), b_next, b_u)
-            o_u = ((i_bh * p_latents.segments + o_segment)[None, :] * latents + o_r[:, None]) * rows + o_row[None, :]
+            o_u = ((i_bh * p_latents.segments + o_segment) * rows + o_row)[None, :] * latents + o_place[:, None]
             tl.store(p_latents.projected + o_u, b_u.to(tl.float16), mask=m_n[None, :])

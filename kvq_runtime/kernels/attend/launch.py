@@ -128,7 +128,7 @@ def _projected(
     blocks = room if blocks is None else min(room, -(-blocks // SLAB) * SLAB)
     (batch, q_heads, tokens, size), heads = q_BHTD.shape, layer.H
     rows, segments = q_heads // heads * tokens, blocks * keys.block // settings.SEGMENT
-    projected = lookup.basis.new_empty(batch * heads, segments, lookup.basis.shape[1], rows)
+    projected = lookup.basis.new_empty(batch * heads, segments, rows, lookup.basis.shape[1])
     lookup = lookup._replace(projected=projected, segments=segments)
     if not segments:
         return lookup
