@@ -15,7 +15,7 @@ from kvq_runtime.recipe import Recipe, is_preset, preset
 from kvq_runtime.registry.evaluation_records import FULL
 from kvq_runtime.store.memory import Sizes
 
-WINDOWS, LENGTH = 2, 512
+WINDOWS, LENGTH = 2, 256
 WHOLE, APART = ("rtn-8bit",), ("kvarn-k4v4", "kivi-4bit", "kvarn-k4v2", "kivi-2bit")
 ALONE = {"keys alone": "value", "values alone": "key"}  # the other ones stay in 16 bits
 SAFE = 0.03  # nats a token; in benchmarks/records perplexity grows by 1% to 2% there
