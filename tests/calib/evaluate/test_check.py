@@ -20,7 +20,7 @@ def test_rows_are_evaluations_and_bytes_at_the_context(as_json, tmp_path, monkey
     exact, *rows = checked["rows"]
     assert (checked["compressed"], checked["tokens"], exact["MiB"] * 2**20) == (1, 512, 4 * 2 * 32 * 512)
     by_name = {row["recipe"]: row for row in rows}
-    assert {"rtn-8bit", "kivi-4bit", "kivi-2bit"} <= set(by_name) and "keys alone" not in by_name["rtn-8bit"]
+    assert tuple(by_name) == check.CHECKED and "keys alone" not in by_name["rtn-8bit"]
     files = models.resolve(folder)
     batch = corpus.select(str(text), files.path, check.WINDOWS, 128, split="held-out")
     names = ["kivi-2bit", "kivi-2bit+value.quantize=exact", "kivi-2bit+key.axis=token+key.quantize=exact"]
