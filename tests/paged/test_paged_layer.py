@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_server import PAGE, ROTARY, SIZE, PagedServer, queries_of
+from paged_server import ROTARY, SIZE, PagedServer, queries_of
 
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
