@@ -76,7 +76,7 @@ class PackedReader:
     def scores(self, q_YND: Tensor, packed_blocks: PackedBlocks, angles: object = None) -> Tensor:
         """q · x for every token of the blocks: [Y, N, T]. `angles` are for readers whose keys turn."""
         q_ZNW = self._groups(q_YND, packed_blocks)
-        s_ZNT = torch.bmm(q_ZNW, self._values(packed_blocks).mT).mul_(packed_blocks.scale)
+        s_ZNT = _product(q_ZNW, self._values(packed_blocks).mT).mul_(packed_blocks.scale)
         if packed_blocks.low is not None:
             s_ZNT.addcmul_(q_ZNW.sum(-1, True), packed_blocks.low)
         if self.group < self.span:
@@ -86,24 +86,21 @@ class PackedReader:
 
     def mix(self, p_YNT: Tensor, packed_blocks: PackedBlocks) -> Tensor:
         """Σ_t p_t x_t over every token of the blocks: [Y, N, D]."""
-        p_ZNT, y_ZTW = self._weights(p_YNT, packed_blocks), self._values(packed_blocks)
+        p_ZNT, y_BMTW = self._weights(p_YNT, packed_blocks), self._values(packed_blocks)
         if packed_blocks.low is None:
-            x_ZNW = torch.bmm(p_ZNT * packed_blocks.scale, y_ZTW)
+            x_ZNW = _product(p_ZNT * packed_blocks.scale, y_BMTW)
         else:
             low_ZN1 = torch.bmm(p_ZNT, packed_blocks.low.float().mT)
-            x_ZNW = torch.baddbmm(low_ZN1, p_ZNT * packed_blocks.scale, y_ZTW)
+            x_ZNW = _product(p_ZNT * packed_blocks.scale, y_BMTW).add_(low_ZN1)
         if self.group < self.span:
             x_ZNW = x_ZNW.view(-1, self.span // self.group, *x_ZNW.shape[1:]).transpose(1, 2)
         x_YNE = x_ZNW.reshape(packed_blocks.heads, -1, self.span)
         return x_YNE if self.turn is None else _turned(x_YNE, self.turn.mT)
 
     def _values(self, packed_blocks: PackedBlocks) -> Tensor:
-        """Looked-up values [Z, T, W], float32."""
+        """Looked-up values [B, groups of a token, T, W], float32, as they lie: token by token."""
         y = self.packed.read(packed_blocks.codes)
-        if packed_blocks.batch == 1:
-            return y.view(packed_blocks.tokens, -1, self.group).transpose(0, 1)
-        y_BTMW = y.view(packed_blocks.batch, packed_blocks.tokens, -1, self.group)
-        return y_BTMW.transpose(1, 2).reshape(-1, packed_blocks.tokens, self.group)
+        return y.view(packed_blocks.batch, packed_blocks.tokens, -1, self.group).transpose(1, 2)
 
     def _weights(self, p_YNT: Tensor, packed_blocks: PackedBlocks) -> Tensor:
         """Weights by group, a span's heads side by side: [Z, N · E / D, T]."""
@@ -120,6 +117,15 @@ class PackedReader:
             groups = self.span // self.group
             q = q.view(packed_blocks.groups // groups, -1, groups, self.group).transpose(1, 2)
         return q.reshape(packed_blocks.groups, -1, self.group)
+
+
+def _product(x_ZNA: Tensor, y_BMAX: Tensor) -> Tensor:
+    """Multiply rows [Z, N, A] by the matrices of all rows' groups, Z = B · M, where they lie: [Z, N, X]."""
+    rows, groups = y_BMAX.shape[:2]
+    if rows == 1:
+        return torch.bmm(x_ZNA, y_BMAX[0])
+    x_BMNA = x_ZNA.unflatten(0, (rows, groups))
+    return torch.stack([torch.bmm(x_BMNA[:, at], y_BMAX[:, at]) for at in range(groups)], 1).flatten(0, 1)
 
 
 def _turned(x_YNA: Tensor, turn: Tensor) -> Tensor:

@@ -50,7 +50,9 @@ class PagedLayer:
     ):
         self.codecs: dict[Role, Codec] = dict(zip(ROLES, codecs, strict=True))
         self.page, self.geometry, self.rotary, self.sinks, self.reader = page, geometry, rotary, sinks, reader
-        self._stamp = 1 + index % 100
+        scheme, self._stamp = codecs[0].scheme, 1 + index % 100
+        bare = scheme.rotate is scheme.predict is scheme.correct is None
+        self._by_channel = bare and scheme.axis == "channel" and not (scheme.fitted or codecs[0].unrotated)
         self._cache: Tensor | None = None
         self._raw_BX = torch.empty(0)
         self._views: dict[Role, Fields] = {}
@@ -136,6 +138,8 @@ class PagedLayer:
         if reader is not None and q_YMD.shape[1] <= PACKED:
             blocks = reader.view_blocks(self._fields("key", pages_RP), 0)
             return reader.scores(q_YMD, blocks, partial(self._angles, first, blocks.tokens))
+        if self._by_channel:
+            return self._scores_by_channel(q_YMD, pages_RP)
         return torch.bmm(q_YMD, self._decoded("key", pages_RP, first).mT)
 
     def mix(self, p_YMT: Tensor, pages_RP: Tensor, first: int) -> Tensor:
@@ -156,6 +160,16 @@ class PagedLayer:
             self._columns = pages_RP, self.page.views(raw_PX)
         fields = self._columns[1][role]
         return self.page.collected(role, {name: x.unflatten(0, pages_RP.shape) for name, x in fields.items()})
+
+    def _scores_by_channel(self, q_YMD: Tensor, pages_RP: Tensor) -> Tensor:
+        """Return q · k of keys that are encoded channel by channel, and decoded so, without a copy of them by token."""
+        codec = self.codecs["key"]
+        fields = {name: x.flatten(0, 1) for name, x in self._fields("key", pages_RP).items()}
+        k_PCN = codec.scheme.quantize.decode(fields, self.page.tokens, self.geometry, {})
+        k_ZDN = k_PCN.view(-1, self.geometry.head_size, self.page.tokens)  # Z = R · P · H
+        q_RPHMD = q_YMD.unflatten(0, (len(pages_RP), 1, -1)).expand(-1, pages_RP.shape[1], -1, -1, -1)
+        s_RPHMN = torch.bmm(q_RPHMD.flatten(0, 2), k_ZDN).unflatten(0, q_RPHMD.shape[:3])
+        return s_RPHMN.permute(0, 2, 3, 1, 4).flatten(3, 4).flatten(0, 1)
 
     def _decoded(self, role: Role, pages_RP: Tensor, first: int) -> Tensor:
         """Return keys or values of these columns, [Y, P · N, D], float32."""

@@ -179,7 +179,7 @@ def test_drafts_change_nothing(recipe: str, method: str, server: Servers, text: 
         model.config.layer_types = model.config.layer_types[:3]
         model.save_pretrained(tmp_path / "draft")
         options = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 4}
-    with served(tmp_path, recipe, BYTES, "--speculative-config", json.dumps(options)) as drafting:
+    with served(tmp_path, recipe, 4 * BYTES, "--speculative-config", json.dumps(options)) as drafting:
         speculated = [drafting.complete(prompt, max_tokens=200, logprobs=2)["choices"][0] for prompt in prompts]
         drafted, accepted = (
             drafting.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in ("draft", "accepted")
