@@ -48,6 +48,8 @@ GOLDEN = (
     "aqua-2bit+all.predict.below=1,2+name=aqua-2bit-below-1-2",
     "aqua-fisher-1bit",
     "aqua-fisher-1bit+all.quantize.weighed=true+name=aqua-fisher-1bit-weighed",
+    "fisher-2bit",
+    "fisher-head-3bit",
     "gear-2bit",
     "gear-2bit+all.correct=low_rank+name=gear-l-2bit",
     "aqua-h2o-2bit",

@@ -114,6 +114,10 @@ def settings(recipe: Recipe) -> dict[str, str]:
 
 def _tree(recipe: Recipe) -> Tree:
     stated: Tree = {"key_bias": recipe.key_bias, "segment": recipe.segment} | recipe.to_json()
+    for pair in (stated, *stated["layers"].values()):
+        for role in ROLES:
+            stages = {slot: _default(kinds()[slot][s["kind"]]) | s for slot in SLOTS if (s := pair[role].get(slot))}
+            pair[role] |= stages
     policies = {policy["kind"]: policy for policy in stated["policies"]}
     policies |= {kind: None for kind in sorted(policy_kinds().keys() - policies.keys())}
     return {name: stated[name] for name in ("position", "key_bias", "segment", "window", *ROLES, "layers")} | {
@@ -174,7 +178,7 @@ def _set(tree: Tree, path: str, text: str) -> None:
     if kinds_here:
         if text not in kinds_here:
             raise ValueError(f"{path}={text}; use one of {', '.join(sorted(kinds_here))}")
-        node[name] = _default(kinds_here[text])
+        node[name] = None if kinds_here[text] is None else _default(kinds_here[text])
     elif name not in node or name == "kind" or isinstance(node[name], dict):
         raise ValueError(_unknown(path, parents, node))
     else:
@@ -192,10 +196,8 @@ def _choices(parents: Sequence[str], name: str) -> dict[str, Any]:
     return {}
 
 
-def _default(stage: Any) -> Tree | None:
+def _default(stage: Any) -> Tree:
     """Return the JSON of a stage or policy with its defaults, which may need other settings."""
-    if stage is None:
-        return None
     defaults = {field.name: field.default for field in dataclasses.fields(stage)}
     return json.loads(json.dumps({"kind": stage.kind} | defaults))
 

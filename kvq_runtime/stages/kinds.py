@@ -43,8 +43,11 @@ def classes_in(packages: Sequence[str], base: type) -> list[Any]:
 
 
 def stage_json(stage: Any) -> dict:
-    """Return a stage or policy as JSON: its kind and its settings."""
-    return json.loads(json.dumps({"kind": stage.kind} | dataclasses.asdict(stage)))
+    """Return a stage or policy as JSON: its kind and its settings, some of them only where they are set."""
+    optional, defaults = getattr(stage, "optional", ()), {f.name: f.default for f in dataclasses.fields(stage)}
+    settings = {name: value for name, value in dataclasses.asdict(stage).items()
+                if name not in optional or value != defaults[name]}  # fmt: skip
+    return json.loads(json.dumps({"kind": stage.kind} | settings))
 
 
 def stage_from(name: str, stated: Any, known: Mapping[str, type]) -> Any:

@@ -62,6 +62,7 @@ class Mixed(Quantizer):
     """
 
     kind: ClassVar[str] = "mixed"
+    optional: ClassVar[tuple[str, ...]] = ("gains", "slab")
     fitted: ClassVar[bool] = True
     takes_latents: ClassVar[bool] = True
     reads_tokens: ClassVar[bool] = True

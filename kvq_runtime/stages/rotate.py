@@ -138,6 +138,7 @@ class GradientBasis(Basis):
     """
 
     kind: ClassVar[str] = "gradient_basis"
+    optional: ClassVar[tuple[str, ...]] = ("group",)
     group: Literal["all", "head"] = "all"
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:

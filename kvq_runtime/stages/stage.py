@@ -51,14 +51,16 @@ def setting_types(cls: Any) -> dict[str, Any]:
 class Stage(ABC):
     """One part of a quantizer.
 
-    kind    its name in JSON, unique among the stages of its slot
-    slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
-    fitted  whether it has tensors that are fitted to a model; to what, its fit says
+    kind      its name in JSON, unique among the stages of its slot
+    slot      the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
+    fitted    whether it has tensors that are fitted to a model; to what, its fit says
+    optional  settings that JSON names only where they are not the default, as files written before them do
     """
 
     kind: ClassVar[str]
     slot: ClassVar[str]
     fitted: ClassVar[bool] = False
+    optional: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
         """Raise a ValueError where a setting is none of the choices that its type, a Literal, names."""
