@@ -144,6 +144,8 @@ class Latents(NamedTuple):
     gains      float32 [H, 2]: log2 of the least gain, and from one gain to the next; or None
     basis      of keys, float16 [H, R, D]: what queries, turned back to a segment, are multiplied with; or None
     projected  of keys, float16 [B · H, segments, rows, R]: the queries so multiplied, as `project` writes them; or None
+    pairs      of keys, float16 [B · H, blocks, rows, D padded], and base, float32 [B · H, blocks, rows]: the mean's
+               share of scores, as `project` writes it; or None
     segments   that there is room for
     """
 
@@ -151,6 +153,8 @@ class Latents(NamedTuple):
     gains: Any
     basis: Any = None
     projected: Any = None
+    pairs: Any = None
+    base: Any = None
     segments: int = 0
 
 

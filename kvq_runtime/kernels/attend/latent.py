@@ -8,16 +8,15 @@ are in what they are multiplied with:
     scores   s_t = q · R_t μ + g_t Σ_r u_r c_rt     u = σ ∘ Dᵀ R_-τ q, for each segment of positions around τ: `project`
     values   y_r = Σ_t p_t g_t c_rt                 Σ p v = μ Σ p + D (σ ∘ y), which the merge does once: kernel.py
 
-A program scores a block at a time, then multiplies its latents of values, slab after slab, and adds them to its part of
-the results, where they lie in memory: registers take no place that is known at run time. What a block adds is as many
-bytes for 128 tokens as a part has at all, and stays in the cache. Before a block is read, the next one is fetched
-into the cache: loops over a few slabs would wait for memory each.
+A program scores a block at a time, then multiplies its latents of values, slab after slab. Registers have no place that
+is known at run time alone: a slab's sum is added to each of the sums of a head, but where it belongs times zero. Before
+a block is read, the next one is fetched into the cache: loops over a few slabs would wait for memory each.
 
 The state of M query rows, w = 2^(s - top):
 
     b_top    [M]       largest s_t + log2 g_t so far
     b_total  [16, M]   Σ w, by tokens of a tile
-    mean     [R, M]    Σ w g c, in memory
+    b_sums   [16, M]   Σ w g c, a tuple: one of each slab that a head may have
 """
 
 import triton
@@ -26,6 +25,7 @@ import triton.language as tl
 from kvq_runtime.kernels.attend import fragment, rope
 from kvq_runtime.kernels.attend.arguments import CODES, COMPILED, SCALE, place_of
 from kvq_runtime.kernels.attend.queries import capped, store_level
+from kvq_runtime.kernels.attend.rope import CHUNK
 
 TILES = tl.constexpr(8)  # of a slab: 128 tokens
 LINE = tl.constexpr(128)  # bytes of the cache's
@@ -39,13 +39,9 @@ def scan(
 ):  # fmt: skip
     """The loop over the blocks of a split, see kernel.py; `SCORES` is None."""
     M: tl.constexpr = L.M
-    o_m = part.first + tl.arange(0, M)
-    m_m = (o_m < part.rows)[None, :]
-    p_mean = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D
-    for i in range(0, L.D, 16):
-        tl.store(p_mean + i + tl.arange(0, 16)[:, None], tl.zeros((16, M), tl.float32), mask=m_m)
     b_top = tl.full((M,), float("-inf"), tl.float32)
     b_total = tl.zeros((16, M), tl.float32)
+    b_sums = (tl.zeros((16, M), tl.float32),) * tl.constexpr(L.D // 16)
     i_first = tl.maximum(i_first, start // L.T)
     if i_first < i_last:
         _prefetch(p_keys, p_key_latents, i_first, i_b, i_h, L, KS)
@@ -57,7 +53,7 @@ def scan(
         b_s = _scores(part, p_keys, p_key_latents, i_block, i_b, i_h, L, KS)
         b_gains = _load_gains(p_keys, i_block, i_b, i_h, L, KS)
         b_value_gains = _load_gains(p_values, i_block, i_b, i_h, L, VS)
-        b_mean = rope.mean_of_block(q_exact, scale, p_rope, i_b, i_h, i_block, L)
+        b_mean = _mean_of_block(part, p_rope, p_key_latents, i_block, L, KS)
         b_seen = ()
         b_highest = tl.full((16, M), float("-inf"), tl.float32)
         for tile in tl.static_range(TILES):
@@ -83,13 +79,10 @@ def scan(
             if VS.GAIN > 0:
                 b_w = b_w * tl.exp2(_gain(b_value_gains, p_value_latents, i_h, tile, VS))[:, None]
             b_weights = b_weights + (b_w.to(tl.float16),)
-        b_sum = tl.sum(b_total, 0)
-        b_share = tl.where((i_block == i_last - 1) & (b_sum > 0), 1 / tl.where(b_sum > 0, b_sum, 1.0), 1.0)
-        tl.debug_barrier()  # what the block before has written is read
-        _add_values(
-            p_mean, m_m, b_weights, b_fade, b_share, p_values, p_value_latents, i_block, i_b, i_h, L, VS,
-        )  # fmt: skip
-    store_level(b_top, b_total, part, L)
+        b_sums = _add_values(b_sums, b_fade, b_weights, p_values, p_value_latents, i_block, i_b, i_h, L, VS)
+    b_share, p_mean, m_m = store_level(b_top, b_total, part, L)
+    for slab in tl.static_range(len(b_sums)):
+        tl.store(p_mean + slab * 16 + tl.arange(0, 16)[:, None], b_sums[slab] * b_share, mask=m_m)
 
 
 @triton.jit
@@ -148,25 +141,51 @@ def _scores(part, p_keys, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.c
 
 
 @triton.jit
+def _mean_of_block(part, p_rope, p_latents, i_block, L: tl.constexpr, S: tl.constexpr):
+    """Return what `rope.mean_of_block` does, as `project` has written it."""
+    M: tl.constexpr = L.M
+    CHUNKS: tl.constexpr = (L.D // 2 + CHUNK - 1) // CHUNK
+    b_mean = ()
+    if p_rope is not None:
+        o_m = part.first + tl.arange(0, M)
+        m_m = o_m < part.rows
+        o_row = (part.line * (p_latents.segments * S.SEGMENT // L.T) + i_block) * part.rows + o_m
+        p_pairs = p_latents.pairs + o_row[:, None] * (CHUNKS * 2 * CHUNK) + tl.arange(0, CHUNK)[None, :]
+        for number in tl.static_range(2 * CHUNKS):
+            b_one = tl.load(p_pairs + number * CHUNK, mask=m_m[:, None], other=0.0)
+            b_one = tl.permute(tl.reshape(b_one, (M, 4, 2, 2, 2)), (2, 3, 1, 4, 0))
+            b_mean = b_mean + (tl.reshape(b_one, (CHUNK, M)),)
+        b_mean = b_mean + (tl.load(p_latents.base + o_row, mask=m_m, other=0.0),)
+    return b_mean
+
+
+@triton.jit
 def _add_values(
-    p_mean, m_m, b_weights, b_fade, b_share, p_values, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.constexpr,
+    b_sums, b_fade, b_weights, p_values, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Fade the means in memory, add the block's latents times weights, float16 [16, M] of each tile, and scale them."""
+    """Return the sums, faded, with the block's latents times weights, float16 [16, M] of each tile."""
     M: tl.constexpr = L.M
     p_codes = _codes_of(p_values, p_latents, i_block, i_b, i_h, L, S)[0]
-    p_place = p_mean + tl.arange(0, 16)[:, None]
+    b_faded = ()
+    for slab in tl.static_range(len(b_sums)):
+        b_faded = b_faded + (b_sums[slab] * b_fade[None, :],)
+    b_sums = b_faded
+    i_slab = 0
     for number in tl.static_range(len(S.WIDTHS)):
         count = tl.load(p_latents.counts + 1 + number)
         for i in range(count):
             b_words = fragment.load_words(tl.multiple_of(p_codes + i * S.WIDTHS[number].BYTES, 16), S.WIDTHS[number])
-            b_before = tl.load(p_place + i * 16, mask=m_m, other=0.0)
             b_sum = tl.zeros((16, M), tl.float32)
             for tile in tl.static_range(TILES):
                 b_x = fragment.rows_of_channels(fragment.point(b_words, tile, S.WIDTHS[number]), S.WIDTHS[number], 0)
                 b_sum = tl.dot(b_x, b_weights[tile], b_sum)
-            tl.store(p_place + i * 16, (b_before * b_fade[None, :] + b_sum) * b_share[None, :], mask=m_m)
-        p_place += count * 16
+            b_more = ()
+            for slab in tl.static_range(len(b_sums)):
+                b_more = b_more + (b_sums[slab] + b_sum * tl.where(i_slab + i == slab, 1.0, 0.0),)
+            b_sums = b_more
+        i_slab += count
         p_codes += count * S.WIDTHS[number].BYTES
+    return b_sums
 
 
 @triton.jit
@@ -208,17 +227,20 @@ def _plane(b_gains, TILE: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def project(
-    p_q, scale, p_rope, p_latents, p_lengths, rows, L: tl.constexpr, SEGMENT: tl.constexpr, K: tl.constexpr,
+    p_q, scale, p_rope, p_middles, p_latents, p_lengths, rows, L: tl.constexpr, SEGMENT: tl.constexpr, K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write u = σ ∘ Dᵀ R_-τ q, times `scale`, of all segments of the blocks: a program several tiles of COLUMNS.
 
+    And of all blocks what `rope.mean_of_block` has of the mean, for `_mean_of_block`.
+
     p_q        queries [B, Hq, tokens, D]
-    p_rope     RopePointers of segments: `RopeTables.segments`
+    p_rope     RopePointers, or None where no mean was removed
+    p_middles  RopePointers of segments: `RopeTables.segments`
     p_latents  Latents of keys
     p_lengths  as in `attend` of kernel.py
     rows       of queries, of each KV head; a column is one of a segment's
-    K          half of the head, padded to a power of two
+    K          half of the head, padded to a power of two, at least CHUNK
 
     Latents of a slab lie in the order of the tensor core's operand B, 4 t, 2 w, 2 h: latent 2 t + h + 8 w.
     """
@@ -226,23 +248,19 @@ def project(
     i_b, i_h = i_bh // L.H, i_bh % L.H
     if L.PAGED == 1:
         p_lengths += i_b * PAGED_LENGTHS
-    columns = tl.load(p_lengths) * (L.T // SEGMENT) * rows
+    blocks = tl.load(p_lengths)
+    columns = blocks * (L.T // SEGMENT) * rows
     latents = tl.load(p_latents.counts) * 16
     HALF: tl.constexpr = L.D // 2
     o_k = tl.arange(0, K)
     m_k = o_k < HALF
-    for first in range(tl.program_id(0) * COLUMNS, columns, tl.num_programs(0) * COLUMNS):
+    step = tl.num_programs(0) * COLUMNS
+    for first in range(tl.program_id(0) * COLUMNS, columns, step):
         o_n = first + tl.arange(0, COLUMNS)
         o_segment, o_row, m_n = o_n // rows, o_n % rows, o_n < columns
-        m = m_k[:, None] & m_n[None, :]
-        p = p_q + (i_bh * rows + o_row)[None, :] * L.D + o_k[:, None]
-        b_left = tl.load(p, mask=m, other=0.0).to(tl.float32) * scale
-        b_right = tl.load(p + HALF, mask=m, other=0.0).to(tl.float32) * scale
-        b_left, b_right = rope.to_row(b_left, b_right, o_k, p_rope, i_b, HALF)
-        p_angles = p_rope.bases + o_segment[None, :] * (2 * HALF) + o_k[:, None]
-        b_cos, b_sin = tl.load(p_angles, mask=m, other=1.0), tl.load(p_angles + HALF, mask=m, other=0.0)
-        b_back = (b_left * b_cos + b_right * b_sin).to(tl.float16)
-        b_next = (b_right * b_cos - b_left * b_sin).to(tl.float16)
+        b_left, b_right = _queries_to_row(p_q, scale, p_middles, i_b, i_bh * rows + o_row, o_k, m_n, L)
+        b_back, b_next = _back(b_left, b_right, p_middles, o_segment, o_k, m_n, L)
+        b_back, b_next = b_back.to(tl.float16), b_next.to(tl.float16)
         for i in range(0, latents, 16):
             o_r = i + tl.arange(0, 16)
             o_place = i + o_r % 8 // 2 * 4 + o_r % 16 // 8 * 2 + o_r % 2  # a lane's four of the operand, side by side
@@ -251,3 +269,39 @@ def project(
             b_u = tl.dot(tl.load(p_basis + HALF, mask=m_k[None, :], other=0.0), b_next, b_u)
             o_u = ((i_bh * p_latents.segments + o_segment) * rows + o_row)[None, :] * latents + o_place[:, None]
             tl.store(p_latents.projected + o_u, b_u.to(tl.float16), mask=m_n[None, :])
+    if p_rope is not None:
+        CHUNKS: tl.constexpr = (HALF + CHUNK - 1) // CHUNK
+        o_place = o_k // CHUNK * (2 * CHUNK) + o_k % 8 // 2 * 8 + o_k % CHUNK // 8 * 2 + o_k % 2
+        m_place = (o_k < CHUNKS * CHUNK)[:, None]
+        b_mean1 = tl.load(p_rope.mean + i_h * L.D + o_k, mask=m_k, other=0.0)[:, None]
+        b_mean2 = tl.load(p_rope.mean + i_h * L.D + HALF + o_k, mask=m_k, other=0.0)[:, None]
+        for first in range(tl.program_id(0) * COLUMNS, blocks * rows, step):
+            o_n = first + tl.arange(0, COLUMNS)
+            o_block, o_row, m_n = o_n // rows, o_n % rows, o_n < blocks * rows
+            b_left, b_right = _queries_to_row(p_q, scale, p_rope, i_b, i_bh * rows + o_row, o_k, m_n, L)
+            b_a, b_b = b_left * b_mean1 + b_right * b_mean2, b_right * b_mean1 - b_left * b_mean2
+            b_a, b_b = _back(b_a, b_b, p_rope, o_block, o_k, m_n, L)
+            o_to = (i_bh * (p_latents.segments * SEGMENT // L.T) + o_block) * rows + o_row
+            p_to = p_latents.pairs + o_to[None, :] * (CHUNKS * 2 * CHUNK) + o_place[:, None]
+            tl.store(p_to, b_a.to(tl.float16), mask=m_place & m_n[None, :])
+            tl.store(p_to + CHUNK, b_b.to(tl.float16), mask=m_place & m_n[None, :])
+            tl.store(p_latents.base + o_to, tl.sum(b_a, 0), mask=m_n)
+
+
+@triton.jit
+def _queries_to_row(p_q, scale, p_rope, i_b, o_row, o_k, m_n, L: tl.constexpr):
+    """Return halves of the queries o_row, times `scale`, as a pair [K, COLUMNS] of the first slot of row i_b."""
+    m = (o_k < L.D // 2)[:, None] & m_n[None, :]
+    p = p_q + o_row[None, :] * L.D + o_k[:, None]
+    b_left = tl.load(p, mask=m, other=0.0).to(tl.float32) * scale
+    b_right = tl.load(p + L.D // 2, mask=m, other=0.0).to(tl.float32) * scale
+    return rope.to_row(b_left, b_right, o_k, p_rope, i_b, L.D // 2)
+
+
+@triton.jit
+def _back(b_left, b_right, p_rope, o_place, o_k, m_n, L: tl.constexpr):
+    """Return a pair, turned back to the places o_place of the bases, one a column."""
+    m = (o_k < L.D // 2)[:, None] & m_n[None, :]
+    p_angles = p_rope.bases + o_place[None, :] * L.D + o_k[:, None]
+    b_cos, b_sin = tl.load(p_angles, mask=m, other=1.0), tl.load(p_angles + L.D // 2, mask=m, other=0.0)
+    return b_left * b_cos + b_right * b_sin, b_right * b_cos - b_left * b_sin
