@@ -42,8 +42,8 @@ class RopeTables(NamedTuple):
     """Cos and sin by positions: constant but for `leads`. K = D / 2 frequencies.
 
     block           cos - 1 and sin of the positions of a block, float16, T and K rounded up, zeros beyond K: the
-                    operand A of ops/fragment.py, [T / 16, K / 16, 2, 8 g, 4 t, 2 r, 2 w, 2 h], token g + 8 r,
-                    frequency 2 t + h + 8 w
+                    tensor core's operand A, [T / 16, K / 16, 2, 8 g, 4 t, 2 w, 2 r, 2 h], token g + 8 r, frequency
+                    2 t + h + 8 w; its registers one after another, so that none is copied
     bases_N2K       of every block's first position, float32
     leads_B2K       of every row's start, float32, times `scaling`
     middles_S2K     of the middle of every segment, float32; empty where there are none
@@ -74,7 +74,7 @@ class RopeTables(NamedTuple):
         both_T2K = torch.stack([-2 * half_TK.square(), inside_T2K[:, 1]], 1)
         padded_T2K = torch.nn.functional.pad(both_T2K, (0, -len(frequencies_K) % CHUNK.value))
         tiles = padded_T2K.view(-1, 2, 8, 2, padded_T2K.shape[2] // EDGE, 2, 4, 2)  # T / 16, r, g, 2, K / 16, w, t, h
-        table = tiles.permute(0, 4, 3, 2, 6, 1, 5, 7)
+        table = tiles.permute(0, 4, 3, 2, 6, 5, 1, 7)
         bases_N2K = _circle(torch.arange(blocks) * block, frequencies_K).float()
         leads_B2K = _leads(starts_B, frequencies_K, scaling)
         places_S = torch.arange(blocks * block // segment if segment else 0) * segment + segment // 2
@@ -187,5 +187,5 @@ def _angles(p_table, i_tile, FIRST: tl.constexpr, PART: tl.constexpr, N: tl.cons
     o_lane = tl.arange(0, 256)[None, None, :]
     p = p_table + ((o_tile * (CHUNKS * WIDE) + o_k) * 2 + PART) * 256 + o_lane
     b_x = tl.load(p) if tl.constexpr(L.T) % N == 0 else tl.load(p, mask=o_tile < (L.T + 15) // 16, other=0.0)
-    b_x = tl.permute(tl.reshape(b_x, (TILES, WIDE, 8, 4, 2, 2, 2)), (0, 4, 2, 1, 5, 3, 6))
+    b_x = tl.permute(tl.reshape(b_x, (TILES, WIDE, 8, 4, 2, 2, 2)), (0, 5, 2, 1, 4, 3, 6))
     return tl.reshape(b_x, (N, CHUNK))
