@@ -25,7 +25,6 @@ import triton.language as tl
 from kvq_runtime.kernels.attend import fragment, rope
 from kvq_runtime.kernels.attend.arguments import CODES, COMPILED, SCALE, place_of
 from kvq_runtime.kernels.attend.queries import capped, store_level
-from kvq_runtime.kernels.attend.rope import CHUNK
 
 TILES = tl.constexpr(8)  # of a slab: 128 tokens
 LINE = tl.constexpr(128)  # bytes of the cache's
@@ -43,17 +42,20 @@ def scan(
     b_total = tl.zeros((16, M), tl.float32)
     b_sums = (tl.zeros((16, M), tl.float32),) * tl.constexpr(L.D // 16)
     i_first = tl.maximum(i_first, start // L.T)
+    keys, values = tl.load(p_key_latents.counts), tl.load(p_value_latents.counts)
+    key_bytes, value_bytes = _bytes(keys, KS), _bytes(values, VS)
     if i_first < i_last:
-        _prefetch(p_keys, p_key_latents, i_first, i_b, i_h, L, KS)
-        _prefetch(p_values, p_value_latents, i_first, i_b, i_h, L, VS)
+        _prefetch(_codes_of(p_keys, key_bytes, i_first, i_b, i_h, L, KS), key_bytes)
+        _prefetch(_codes_of(p_values, value_bytes, i_first, i_b, i_h, L, VS), value_bytes)
     for i_block in tl.range(i_first, i_last, disable_licm=True):
         following = tl.minimum(i_block + 1, i_last - 1)
-        _prefetch(p_keys, p_key_latents, following, i_b, i_h, L, KS)
-        _prefetch(p_values, p_value_latents, following, i_b, i_h, L, VS)
-        b_s = _scores(part, p_keys, p_key_latents, i_block, i_b, i_h, L, KS)
+        _prefetch(_codes_of(p_keys, key_bytes, following, i_b, i_h, L, KS), key_bytes)
+        _prefetch(_codes_of(p_values, value_bytes, following, i_b, i_h, L, VS), value_bytes)
+        p_codes = _codes_of(p_keys, key_bytes, i_block, i_b, i_h, L, KS)
+        p_u = _projected(part, p_rope, p_key_latents, keys, i_block, L, KS)
+        b_s = _scores(part, p_codes, keys, p_u, p_rope, L, KS)
         b_gains = _load_gains(p_keys, i_block, i_b, i_h, L, KS)
         b_value_gains = _load_gains(p_values, i_block, i_b, i_h, L, VS)
-        b_mean = _mean_of_block(part, p_rope, p_key_latents, i_block, L, KS)
         b_seen = ()
         b_highest = tl.full((16, M), float("-inf"), tl.float32)
         for tile in tl.static_range(TILES):
@@ -61,7 +63,7 @@ def scan(
             b_one = b_s[tile]
             if KS.GAIN > 0:
                 b_one = b_one * tl.exp2(_gain(b_gains, p_key_latents, i_h, tile, KS))[:, None]
-            b_one = capped(rope.add_mean(b_one, b_mean, p_rope, tile, i_block, L), L)
+            b_one = capped(_add_mean(b_one, part, p_u, p_rope, p_key_latents, keys, i_block, tile, L, KS), L)
             b_one = tl.where((o_t >= start)[:, None], b_one, float("-inf"))
             b_seen = b_seen + (b_one,)
             if VS.GAIN > 0:
@@ -79,27 +81,39 @@ def scan(
             if VS.GAIN > 0:
                 b_w = b_w * tl.exp2(_gain(b_value_gains, p_value_latents, i_h, tile, VS))[:, None]
             b_weights = b_weights + (b_w.to(tl.float16),)
-        b_sums = _add_values(b_sums, b_fade, b_weights, p_values, p_value_latents, i_block, i_b, i_h, L, VS)
+        p_codes = _codes_of(p_values, value_bytes, i_block, i_b, i_h, L, VS)
+        b_sums = _add_values(b_sums, b_fade, b_weights, p_codes, values, L, VS)
     b_share, p_mean, m_m = store_level(b_top, b_total, part, L)
     for slab in tl.static_range(len(b_sums)):
         tl.store(p_mean + slab * 16 + tl.arange(0, 16)[:, None], b_sums[slab] * b_share, mask=m_m)
 
 
 @triton.jit
-def _codes_of(p_table, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
-    """Return the address of a head's codes of a block, and their bytes."""
-    size = 0
-    for number in tl.static_range(len(S.WIDTHS)):
-        size += tl.load(p_latents.counts + 1 + number) * S.WIDTHS[number].BYTES
-    address = place_of(p_table, i_block, i_b, CODES, S.FIELDS, L.H * size, L)
-    return address.to(tl.pointer_type(tl.uint8)) + i_h * size, size
+def _count(counts, NUMBER: tl.constexpr):
+    """Return a head's slabs of the NUMBER-th of WIDTHS; -1: all of them."""
+    return ((counts >> (8 * NUMBER + 8)) & 255).to(tl.int32)
 
 
 @triton.jit
-def _prefetch(p_table, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
-    """Fetch a head's codes of a block into the second cache; wait for nothing."""
+def _bytes(counts, S: tl.constexpr):
+    """Return the bytes of a head's codes of a block."""
+    size = 0
+    for number in tl.static_range(len(S.WIDTHS)):
+        size += _count(counts, number) * S.WIDTHS[number].BYTES
+    return size
+
+
+@triton.jit
+def _codes_of(p_table, size, i_block, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
+    """Return the address of a head's codes of a block, of `size` bytes."""
+    address = place_of(p_table, i_block, i_b, CODES, S.FIELDS, L.H * size, L)
+    return address.to(tl.pointer_type(tl.uint8)) + i_h * size
+
+
+@triton.jit
+def _prefetch(p_codes, size):
+    """Fetch codes into the second cache; wait for nothing."""
     if COMPILED:
-        p_codes, size = _codes_of(p_table, p_latents, i_block, i_b, i_h, L, S)
         for i in range(0, size, 32 * LINE):
             o_line = tl.minimum(i + tl.arange(0, 32) * LINE, size - 1)
             tl.inline_asm_elementwise(
@@ -109,27 +123,44 @@ def _prefetch(p_table, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.cons
 
 
 @triton.jit
-def _scores(part, p_keys, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
+def _wide(counts, p_rope, S: tl.constexpr):
+    """Return the numbers that `project` has for a query and segment."""
+    return _count(counts, -1) * 16 + (0 if p_rope is None else S.SEGMENT)
+
+
+@triton.jit
+def _projected(part, p_rope, p_latents, counts, i_block, L: tl.constexpr, S: tl.constexpr):
+    """Return pointers to a slab of the projected queries of a block's first segment, float16 [M, 16]."""
+    o_m = part.first + tl.arange(0, L.M)
+    wide = _wide(counts, p_rope, S)
+    segment = part.line * p_latents.segments + i_block * (L.T // S.SEGMENT)
+    return p_latents.projected + segment * part.rows * wide + o_m[:, None] * wide + tl.arange(0, 16)[None, :]
+
+
+@triton.jit
+def _operand(p_slab, part, L: tl.constexpr):
+    """Return a slab of projected queries as the product's operand, float16 [16, M]: see `project` for its order."""
+    M: tl.constexpr = L.M
+    m_m = (part.first + tl.arange(0, M) < part.rows)[:, None]
+    b_one = tl.reshape(tl.load(p_slab, mask=m_m, other=0.0), (M, 4, 2, 2))
+    return tl.reshape(tl.permute(b_one, (2, 1, 3, 0)), (16, M))
+
+
+@triton.jit
+def _scores(part, p_codes, counts, p_u, p_rope, L: tl.constexpr, S: tl.constexpr):
     """Return the block's scores over its gains and without the mean: float32 [16, M] of each tile."""
     M: tl.constexpr = L.M
     SEGMENTS: tl.constexpr = L.T // S.SEGMENT
-    p_codes = _codes_of(p_keys, p_latents, i_block, i_b, i_h, L, S)[0]
-    slabs = tl.load(p_latents.counts)
-    o_m = part.first + tl.arange(0, M)
-    p_segment = p_latents.projected + (part.line * p_latents.segments + i_block * SEGMENTS) * slabs * 16 * part.rows
-    p_u = p_segment + o_m[:, None] * (slabs * 16) + tl.arange(0, 16)[None, :]
-    m_m = (o_m < part.rows)[:, None]
+    step = part.rows * _wide(counts, p_rope, S)
     b_s = (tl.zeros((16, M), tl.float32),) * TILES
     i_slab = 0
     for number in tl.static_range(len(S.WIDTHS)):
-        count = tl.load(p_latents.counts + 1 + number)
+        count = _count(counts, number)
         for i in range(count):
             b_words = fragment.load_words(tl.multiple_of(p_codes + i * S.WIDTHS[number].BYTES, 16), S.WIDTHS[number])
             b_u = ()
             for segment in tl.static_range(SEGMENTS):
-                p = p_u + (segment * part.rows * slabs + i_slab + i) * 16
-                b_one = tl.reshape(tl.load(p, mask=m_m, other=0.0), (M, 4, 2, 2))
-                b_u = b_u + (tl.reshape(tl.permute(b_one, (2, 1, 3, 0)), (16, M)),)
+                b_u = b_u + (_operand(p_u + (segment * step + (i_slab + i) * 16), part, L),)
             b_more = ()
             for tile in tl.static_range(TILES):
                 b_x = fragment.rows_of_tokens(fragment.point(b_words, tile, S.WIDTHS[number]), S.WIDTHS[number], 0)
@@ -141,38 +172,36 @@ def _scores(part, p_keys, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.c
 
 
 @triton.jit
-def _mean_of_block(part, p_rope, p_latents, i_block, L: tl.constexpr, S: tl.constexpr):
-    """Return what `rope.mean_of_block` does, as `project` has written it."""
-    M: tl.constexpr = L.M
-    CHUNKS: tl.constexpr = (L.D // 2 + CHUNK - 1) // CHUNK
-    b_mean = ()
+def _add_mean(
+    b_s, part, p_u, p_rope, p_latents, counts, i_block, TILE: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Return a tile's scores [16, M] plus the mean's share, which `project` has written: q · R_τ μ of the segment, and
+    of each of its tokens what is left. A product with 1 brings it to the scores' lanes."""
+    SEGMENTS: tl.constexpr = L.T // S.SEGMENT
     if p_rope is not None:
-        o_m = part.first + tl.arange(0, M)
-        m_m = o_m < part.rows
-        o_row = (part.line * (p_latents.segments * S.SEGMENT // L.T) + i_block) * part.rows + o_m
-        p_pairs = p_latents.pairs + o_row[:, None] * (CHUNKS * 2 * CHUNK) + tl.arange(0, CHUNK)[None, :]
-        for number in tl.static_range(2 * CHUNKS):
-            b_one = tl.load(p_pairs + number * CHUNK, mask=m_m[:, None], other=0.0)
-            b_one = tl.permute(tl.reshape(b_one, (M, 4, 2, 2, 2)), (2, 3, 1, 4, 0))
-            b_mean = b_mean + (tl.reshape(b_one, (CHUNK, M)),)
-        b_mean = b_mean + (tl.load(p_latents.base + o_row, mask=m_m, other=0.0),)
-    return b_mean
+        segment = TILE * SEGMENTS // TILES
+        o_m = part.first + tl.arange(0, L.M)
+        place = (part.line * p_latents.segments + i_block * SEGMENTS + segment) * part.rows
+        b_base = tl.load(p_latents.base + place + o_m, mask=o_m < part.rows, other=0.0)
+        o_rest = _count(counts, -1) * 16 + TILE * 16 % S.SEGMENT
+        b_rest = _operand(p_u + (segment * part.rows * _wide(counts, p_rope, S) + o_rest), part, L)
+        o_t = tl.arange(0, 16)
+        b_one = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0).to(tl.float16)
+        b_s = tl.dot(b_one, b_rest, b_s) + b_base[None, :]
+    return b_s
 
 
 @triton.jit
-def _add_values(
-    b_sums, b_fade, b_weights, p_values, p_latents, i_block, i_b, i_h, L: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
+def _add_values(b_sums, b_fade, b_weights, p_codes, counts, L: tl.constexpr, S: tl.constexpr):
     """Return the sums, faded, with the block's latents times weights, float16 [16, M] of each tile."""
     M: tl.constexpr = L.M
-    p_codes = _codes_of(p_values, p_latents, i_block, i_b, i_h, L, S)[0]
     b_faded = ()
     for slab in tl.static_range(len(b_sums)):
         b_faded = b_faded + (b_sums[slab] * b_fade[None, :],)
     b_sums = b_faded
     i_slab = 0
     for number in tl.static_range(len(S.WIDTHS)):
-        count = tl.load(p_latents.counts + 1 + number)
+        count = _count(counts, number)
         for i in range(count):
             b_words = fragment.load_words(tl.multiple_of(p_codes + i * S.WIDTHS[number].BYTES, 16), S.WIDTHS[number])
             b_sum = tl.zeros((16, M), tl.float32)
@@ -227,81 +256,62 @@ def _plane(b_gains, TILE: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def project(
-    p_q, scale, p_rope, p_middles, p_latents, p_lengths, rows, L: tl.constexpr, SEGMENT: tl.constexpr, K: tl.constexpr,
+    p_q, scale, p_rope, p_latents, p_lengths, rows, L: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write u = σ ∘ Dᵀ R_-τ q, times `scale`, of all segments of the blocks: a program several tiles of COLUMNS.
 
-    And of all blocks what `rope.mean_of_block` has of the mean, for `_mean_of_block`.
+    After a query's latents come the shares that a mean has in its scores of the segment's tokens t, q · (R_t - R_τ) μ;
+    q · R_τ μ is float32: slow channels have large means, and turn little.
 
     p_q        queries [B, Hq, tokens, D]
-    p_rope     RopePointers, or None where no mean was removed
-    p_middles  RopePointers of segments: `RopeTables.segments`
-    p_latents  Latents of keys
+    p_rope     RopePointers of `RopeTables.segments`
+    p_latents  Latents of keys, S their settings
     p_lengths  as in `attend` of kernel.py
     rows       of queries, of each KV head; a column is one of a segment's
-    K          half of the head, padded to a power of two, at least CHUNK
+    K          half of the head, padded to a power of two
 
-    Latents of a slab lie in the order of the tensor core's operand B, 4 t, 2 w, 2 h: latent 2 t + h + 8 w.
+    Slabs lie in the order of the tensor core's operand B, 4 t, 2 w, 2 h: latent 2 t + h + 8 w.
     """
     i_bh = tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // L.H, i_bh % L.H
     if L.PAGED == 1:
         p_lengths += i_b * PAGED_LENGTHS
-    blocks = tl.load(p_lengths)
-    columns = blocks * (L.T // SEGMENT) * rows
-    latents = tl.load(p_latents.counts) * 16
+    columns = tl.load(p_lengths) * (L.T // S.SEGMENT) * rows
+    counts = tl.load(p_latents.counts)
+    latents, wide = _count(counts, -1) * 16, _wide(counts, p_rope.mean, S)
     HALF: tl.constexpr = L.D // 2
-    o_k = tl.arange(0, K)
+    o_k, o_i = tl.arange(0, K), tl.arange(0, 16)
     m_k = o_k < HALF
-    step = tl.num_programs(0) * COLUMNS
-    for first in range(tl.program_id(0) * COLUMNS, columns, step):
+    o_place = o_i % 8 // 2 * 4 + o_i // 8 * 2 + o_i % 2
+    for first in range(tl.program_id(0) * COLUMNS, columns, tl.num_programs(0) * COLUMNS):
         o_n = first + tl.arange(0, COLUMNS)
         o_segment, o_row, m_n = o_n // rows, o_n % rows, o_n < columns
-        b_left, b_right = _queries_to_row(p_q, scale, p_middles, i_b, i_bh * rows + o_row, o_k, m_n, L)
-        b_back, b_next = _back(b_left, b_right, p_middles, o_segment, o_k, m_n, L)
-        b_back, b_next = b_back.to(tl.float16), b_next.to(tl.float16)
+        m = m_k[:, None] & m_n[None, :]
+        p = p_q + (i_bh * rows + o_row)[None, :] * L.D + o_k[:, None]
+        b_left = tl.load(p, mask=m, other=0.0).to(tl.float32) * scale
+        b_right = tl.load(p + HALF, mask=m, other=0.0).to(tl.float32) * scale
+        b_left, b_right = rope.to_row(b_left, b_right, o_k, p_rope, i_b, HALF)
+        p_angles = p_rope.bases + o_segment[None, :] * L.D + o_k[:, None]
+        b_cos, b_sin = tl.load(p_angles, mask=m, other=1.0), tl.load(p_angles + HALF, mask=m, other=0.0)
+        b_left, b_right = b_left * b_cos + b_right * b_sin, b_right * b_cos - b_left * b_sin
+        b_q1, b_q2 = b_left.to(tl.float16), b_right.to(tl.float16)
+        o_column = (i_bh * p_latents.segments + o_segment) * rows + o_row
+        p_u = p_latents.projected + o_column[None, :] * wide + o_place[:, None]
         for i in range(0, latents, 16):
-            o_r = i + tl.arange(0, 16)
-            o_place = i + o_r % 8 // 2 * 4 + o_r % 16 // 8 * 2 + o_r % 2  # a lane's four of the operand, side by side
-            p_basis = p_latents.basis + (i_h * latents + o_r)[:, None] * L.D + o_k[None, :]
-            b_u = tl.dot(tl.load(p_basis, mask=m_k[None, :], other=0.0), b_back)
-            b_u = tl.dot(tl.load(p_basis + HALF, mask=m_k[None, :], other=0.0), b_next, b_u)
-            o_u = ((i_bh * p_latents.segments + o_segment) * rows + o_row)[None, :] * latents + o_place[:, None]
-            tl.store(p_latents.projected + o_u, b_u.to(tl.float16), mask=m_n[None, :])
-    if p_rope is not None:
-        CHUNKS: tl.constexpr = (HALF + CHUNK - 1) // CHUNK
-        o_place = o_k // CHUNK * (2 * CHUNK) + o_k % 8 // 2 * 8 + o_k % CHUNK // 8 * 2 + o_k % 2
-        m_place = (o_k < CHUNKS * CHUNK)[:, None]
-        b_mean1 = tl.load(p_rope.mean + i_h * L.D + o_k, mask=m_k, other=0.0)[:, None]
-        b_mean2 = tl.load(p_rope.mean + i_h * L.D + HALF + o_k, mask=m_k, other=0.0)[:, None]
-        for first in range(tl.program_id(0) * COLUMNS, blocks * rows, step):
-            o_n = first + tl.arange(0, COLUMNS)
-            o_block, o_row, m_n = o_n // rows, o_n % rows, o_n < blocks * rows
-            b_left, b_right = _queries_to_row(p_q, scale, p_rope, i_b, i_bh * rows + o_row, o_k, m_n, L)
-            b_a, b_b = b_left * b_mean1 + b_right * b_mean2, b_right * b_mean1 - b_left * b_mean2
-            b_a, b_b = _back(b_a, b_b, p_rope, o_block, o_k, m_n, L)
-            o_to = (i_bh * (p_latents.segments * SEGMENT // L.T) + o_block) * rows + o_row
-            p_to = p_latents.pairs + o_to[None, :] * (CHUNKS * 2 * CHUNK) + o_place[:, None]
-            tl.store(p_to, b_a.to(tl.float16), mask=m_place & m_n[None, :])
-            tl.store(p_to + CHUNK, b_b.to(tl.float16), mask=m_place & m_n[None, :])
-            tl.store(p_latents.base + o_to, tl.sum(b_a, 0), mask=m_n)
-
-
-@triton.jit
-def _queries_to_row(p_q, scale, p_rope, i_b, o_row, o_k, m_n, L: tl.constexpr):
-    """Return halves of the queries o_row, times `scale`, as a pair [K, COLUMNS] of the first slot of row i_b."""
-    m = (o_k < L.D // 2)[:, None] & m_n[None, :]
-    p = p_q + o_row[None, :] * L.D + o_k[:, None]
-    b_left = tl.load(p, mask=m, other=0.0).to(tl.float32) * scale
-    b_right = tl.load(p + L.D // 2, mask=m, other=0.0).to(tl.float32) * scale
-    return rope.to_row(b_left, b_right, o_k, p_rope, i_b, L.D // 2)
-
-
-@triton.jit
-def _back(b_left, b_right, p_rope, o_place, o_k, m_n, L: tl.constexpr):
-    """Return a pair, turned back to the places o_place of the bases, one a column."""
-    m = (o_k < L.D // 2)[:, None] & m_n[None, :]
-    p_angles = p_rope.bases + o_place[None, :] * L.D + o_k[:, None]
-    b_cos, b_sin = tl.load(p_angles, mask=m, other=1.0), tl.load(p_angles + L.D // 2, mask=m, other=0.0)
-    return b_left * b_cos + b_right * b_sin, b_right * b_cos - b_left * b_sin
+            p_basis = p_latents.basis + (i_h * latents + i + o_i)[:, None] * L.D + o_k[None, :]
+            b_u = tl.dot(tl.load(p_basis, mask=m_k[None, :], other=0.0), b_q1)
+            b_u = tl.dot(tl.load(p_basis + HALF, mask=m_k[None, :], other=0.0), b_q2, b_u)
+            tl.store(p_u + i, b_u.to(tl.float16), mask=m_n[None, :])
+        if p_rope.mean is not None:
+            b_mean1 = tl.load(p_rope.mean + i_h * L.D + o_k, mask=m_k, other=0.0)
+            b_mean2 = tl.load(p_rope.mean + i_h * L.D + HALF + o_k, mask=m_k, other=0.0)
+            b_base = tl.sum(b_left * b_mean1[:, None] + b_right * b_mean2[:, None], 0)
+            tl.store(p_latents.base + o_column, b_base, mask=m_n)
+            for i in range(0, S.SEGMENT, 16):
+                p_inside = p_rope.block + (i + o_i)[:, None] * L.D + o_k[None, :]
+                b_less = tl.load(p_inside, mask=m_k[None, :], other=0.0)
+                b_turn = tl.load(p_inside + HALF, mask=m_k[None, :], other=0.0)
+                b_u = tl.dot((b_mean1[None, :] * b_less - b_mean2[None, :] * b_turn).to(tl.float16), b_q1)
+                b_u = tl.dot((b_mean2[None, :] * b_less + b_mean1[None, :] * b_turn).to(tl.float16), b_q2, b_u)
+                tl.store(p_u + latents + i, b_u.to(tl.float16), mask=m_n[None, :])

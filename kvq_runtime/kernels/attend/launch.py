@@ -27,7 +27,7 @@ from kvq_runtime.kernels.attend.kernel import attend as attend_kernel
 from kvq_runtime.kernels.attend.latent import project
 from kvq_runtime.kernels.attend.layout import Layout, layout, padded, tile
 from kvq_runtime.kernels.attend.queries import LOG2E
-from kvq_runtime.kernels.attend.rope import CHUNK, RopeTables
+from kvq_runtime.kernels.attend.rope import RopeTables
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
 __all__ = [
@@ -128,11 +128,10 @@ def _projected(
     blocks = room if blocks is None else min(room, -(-blocks // SLAB) * SLAB)
     (batch, q_heads, tokens, size), heads = q_BHTD.shape, layer.H
     rows, segments = q_heads // heads * tokens, blocks * keys.block // settings.SEGMENT
-    lines, whole, chunks = batch * heads, segments * settings.SEGMENT // keys.block, -(-size // (2 * CHUNK.value))
+    lines, wide = batch * heads, lookup.basis.shape[1] + (0 if keys.mean is None else settings.SEGMENT)
     lookup = lookup._replace(
-        projected=lookup.basis.new_empty(lines, segments, rows, lookup.basis.shape[1]),
-        pairs=lookup.basis.new_empty(lines, whole, rows, 2 * CHUNK.value * chunks),
-        base=torch.empty(lines, whole, rows, dtype=torch.float32, device=q_BHTD.device),
+        projected=lookup.basis.new_empty(lines, segments, rows, wide),
+        base=torch.empty(lines, segments, rows, dtype=torch.float32, device=q_BHTD.device),
         segments=segments,
     )
     if not segments:
@@ -140,9 +139,8 @@ def _projected(
     programs = min(-(-segments * rows // SEGMENTS), max(1, PROJECTIONS // lines))
     with on(q_BHTD):
         project[(programs, lines)](
-            q_BHTD, scale * LOG2E.value, None if keys.mean is None else rope.pointers(keys.mean), rope.segments,
-            lookup, lengths, rows, layer, settings.SEGMENT, max(CHUNK.value, padded(size // 2)), SEGMENTS,
-            num_warps=4, num_stages=1, **FUSED,
+            q_BHTD, scale * LOG2E.value, rope.segments(keys.mean), lookup, lengths, rows, layer, settings,
+            padded(size // 2), SEGMENTS, num_warps=4, num_stages=1, **FUSED,
         )  # fmt: skip
     return lookup
 
