@@ -15,12 +15,16 @@ from kvq_runtime.codec import codec
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.stages.stage import Site
 
 FAMILIES = (
     *("kivi-2bit-g128", "rtn-2bit", "lloyd-2bit", "higgs-head-2bit", "kivi-4bit-g128", "rtn-4bit", "quarot-head-4bit"),
     *("lloyd-4bit", "polar-3bit", "lloyd-3bit", "kivi-2bit"),
     *("mean-higgs-head-2bit-post", "polar-paper"),
+    *("fisher-head-2.5bit", "fisher-head-3bit"),
 )
+# of latents, slabs of 16 of a head of 128, of 7, 6, ... 1 bits: as a fit may share them out
+SLABS = {2.5: (0, 0, 1, 1, 2, 2, 1), 3.0: (0, 1, 1, 1, 2, 1, 1)}
 LENGTHS = (32768, 16384, 131072, 4096, 2048)
 BATCHES = (8, 1, 64)
 LIMIT = 8 << 30  # bytes of bfloat16 history that a case may stand for
@@ -59,7 +63,7 @@ class Case:
         return (self.tokens - self.window) // 128
 
     def schemes(self) -> Recipe:
-        return preset(self.recipe)
+        return counted(preset(self.recipe), self.model.geometry)
 
     def packed(self) -> int:
         """Bytes of the encoded blocks, keys and values."""
@@ -98,12 +102,32 @@ def row(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def counted(recipe: Recipe, geometry: Geometry) -> Recipe:
+    """The recipe, its latents' slabs as a fit may share them out."""
+    quantize: Any = recipe.key.quantize
+    if not quantize.takes_latents:
+        return recipe
+    slabs = [count * geometry.head_size // 128 for count in SLABS[quantize.target]]
+    counts = [16 * geometry.kv_heads * count for count in slabs]
+    shared = replace(quantize, counts=(*counts, geometry.width - sum(counts)), target=0.0, shared=False)
+    return replace(recipe, key=replace(recipe.key, quantize=shared), value=replace(recipe.value, quantize=shared))
+
+
+def segment_of(recipe: Recipe) -> int:
+    """Tokens of a segment of keys; 0: they are encoded after RoPE."""
+    return recipe.segment if recipe.position == "segment" else 0
+
+
 def layouts(recipe: Recipe, geometry: Geometry) -> tuple[Any, Any]:
-    """The readers of keys and values; None for what has no kernel."""
-    layout, block = dispatch.kernels("attend.launch").layout, recipe.window.block
-    schemes = zip(ROLES, (recipe.key, recipe.value), strict=True)
-    keys, values = (layout(scheme, block, geometry, role) for role, scheme in schemes)
-    return keys, values
+    """The readers of keys and values, of what is fitted with zeros; None for what has no kernel."""
+    layout, block, found = dispatch.kernels("attend.launch").layout, recipe.window.block, []
+    for role, scheme in zip(ROLES, (recipe.key, recipe.value), strict=True):
+        site, fitted = Site(scheme, role, 0, recipe.position, recipe.window, geometry), {}
+        if scheme.quantize.takes_latents:
+            specs = scheme.tensors(site, geometry)
+            fitted = {name.split(".")[1]: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
+        found.append(layout(scheme, block, geometry, role, fitted, segment_of(recipe) if role == "key" else 0))
+    return found[0], found[1]
 
 
 def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -131,13 +155,14 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
     rope = None
     if "positions" in recipe.needs:
         speed = 10_000.0 ** (-torch.arange(geometry.head_size // 2, device=device) * 2 / geometry.head_size)
-        rope = attention.RopeTables.of(speed, 1.0, 128, case.blocks + 1, starts)
+        rope = attention.RopeTables.of(speed, 1.0, 128, case.blocks + 1, starts, segment_of(recipe))
 
     def step(q: Tensor) -> tuple[Tensor, Tensor]:
         assert alive
         keys, values = schemes
         splits = attention.choose_splits(q, keys, values, MAX_TOKENS // recipe.window.block)
-        return attention.attend(q, keys, values, exact, lengths, starts, case.model.head_size**-0.5, splits, rope)
+        scale = case.model.head_size**-0.5
+        return attention.attend(q, keys, values, exact, lengths, starts, scale, splits, rope, blocks=case.blocks)
 
     return step
 

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before triton is imported
 import torch
 import triton
 
-from benchmarks.cases import layouts
+from benchmarks.cases import counted, layouts, segment_of
 from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, recorded
 from kvq_calib.fit import predict
 from kvq_runtime.artifact.recipe_text import read
@@ -39,7 +39,7 @@ FAMILIES = (
     *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit"),
     *("rtn-2bit", "rtn-4bit", "rtn-8bit", "quarot-head-2bit", "quarot-head-4bit"),
     *("lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "higgs-head-2bit"),
-    *("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post", "polar-paper", "polar-3bit"),
+    *("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post", "polar-paper", "polar-3bit", "fisher-head-2.5bit"),
 )
 PAGES = ("kivi-2bit-g128", "kivi-2bit", "quarot-head-2bit")  # over a serving engine's pages as well
 
@@ -49,6 +49,7 @@ def attends(
 ):  # fmt: skip
     """A decode step over one slab of this recipe, as the host would launch it; None where there is no kernel."""
     geometry = Geometry(1, heads, size)
+    recipe = counted(recipe, geometry)
     read = layouts(recipe, geometry)
     if None in read:
         return None
@@ -65,7 +66,8 @@ def attends(
         lengths, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
         rope = None
         if recipe.key.predict is not None:
-            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts)
+            block, segment = recipe.window.block, segment_of(recipe)
+            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, block, 8, starts, segment)
         launch.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope)
 
     return call
@@ -107,6 +109,7 @@ def calls() -> dict[str, Callable[[], Any]]:
             found[f"attend {name} d{size}"] = attends(read(name), size)
     for name in ("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post"):
         found |= {f"attend {name} d{size}": attends(read(name), size) for size in (64, 80)}
+    found |= {f"attend fisher-head-3bit d{size}": attends(read("fisher-head-3bit"), size) for size in (64, 80, 256)}
     kivi = read("kivi-2bit-g128")
     found["attend kivi-2bit-g128 mean"] = attends(replace(kivi, key=replace(kivi.key, predict=Mean())))
     for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit"):

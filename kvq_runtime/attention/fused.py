@@ -268,7 +268,7 @@ class Fused(Path):
     def bytes(self) -> dict[str, int]:
         """Allocated bytes, by kind, of what is held beside the layers."""
         rope, counts = self._rope or (), () if self._counts_L4 is None else (self._counts_L4,)
-        tables = storage_bytes([self.padding.starts_B, *counts, *rope[:5]])
+        tables = storage_bytes([self.padding.starts_B, *counts, *rope[:6]])
         return {"tables": tables} if tables else {}
 
     def _read(self, layer: int, index: DeviceIndex) -> list[Any]:

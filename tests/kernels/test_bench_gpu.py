@@ -5,22 +5,21 @@ import torch
 
 pytest.importorskip("triton")
 from benchmarks import cases, clock, gpu
-from kvq_runtime.kernels.attend.launch import layout
 from kvq_runtime.recipe import preset
 
 
 def test_every_family_has_a_kernel_for_every_model():
     for model in cases.MODELS:
         for name in cases.FAMILIES:
-            recipe = preset(name)
-            assert layout(recipe.key, recipe.window.block, model.geometry, "key") is not None, name
-            assert layout(recipe.value, recipe.window.block, model.geometry, "value") is not None, name
+            recipe = cases.counted(preset(name), model.geometry)
+            assert None not in cases.layouts(recipe, model.geometry), name
 
 
 @pytest.mark.slow
-def test_a_step_runs_as_it_is_timed():
+@pytest.mark.parametrize("recipe", ["mean-higgs-head-2bit-post", "fisher-head-2.5bit"])
+def test_a_step_runs_as_it_is_timed(recipe):
     small = cases.Model("small", 4, 2, 64)
-    case = cases.Case(small, "mean-higgs-head-2bit-post", 272, 1, window=16)
+    case = cases.Case(small, recipe, 272, 1, window=16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     q = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16, device=device)
     out, level = cases.built(case, device)(q)

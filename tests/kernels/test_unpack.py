@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from kvq_runtime.codec.kernel_order import SIGNED
 from kvq_runtime.kernels.attend import fragment, polar
-from kvq_runtime.ops.fragment import Plane, order
+from kvq_runtime.ops.fragment import Order, Plane, order, slab_order
 
 
 def followed(text: str, operands: list[np.ndarray], outputs: int) -> list[np.ndarray]:
@@ -55,14 +56,14 @@ def followed(text: str, operands: list[np.ndarray], outputs: int) -> list[np.nda
     return [held[f"${i}"] for i in range(outputs)]
 
 
-def tiles(bits: int, block: int, size: int) -> Iterator[tuple[tuple[Plane, ...], int, np.ndarray, list[np.ndarray]]]:
+def tiles(made: Order | None, count: int = 0) -> Iterator[tuple[tuple[Plane, ...], int, np.ndarray, list[np.ndarray]]]:
     """Random containers of every run and tile of an order: planes, the tile, its codes, and words of two containers."""
-    made, drawn = order(bits, block, size), np.random.default_rng(bits)
     assert made is not None
+    drawn = np.random.default_rng(made.BITS)
     for run in made.RUNS:
         widths = [made.WORDS[plane.WORDS].BITS for plane in run.PLANES]
         containers = [drawn.integers(0, 1 << width, 64, dtype=np.uint16) for width in widths]
-        for tile in range(made.TILES):
+        for tile in range(count or made.TILES):
             code = np.zeros(64, np.int64)
             for plane, container in zip(run.PLANES, containers, strict=True):
                 part = (container >> (plane.WIDTH * (plane.SLOT + tile))) & ((1 << plane.WIDTH) - 1)
@@ -74,7 +75,7 @@ def tiles(bits: int, block: int, size: int) -> Iterator[tuple[tuple[Plane, ...],
                                                (4, 128, 96), (8, 128, 64)])  # fmt: skip
 def test_operands(bits, block, size):
     """Two containers become 1 + code / weight, exactly, wherever in them a tile's codes are."""
-    for planes, tile, code, words in tiles(bits, block, size):
+    for planes, tile, code, words in tiles(order(bits, block, size)):
         found = followed(fragment._assembly.fn(planes, tile), words, 1)[0].view(np.float16)
         assert (found == 1 + code / fragment.weight.fn(planes, tile)).all()
 
@@ -88,9 +89,25 @@ def test_levels(bits, block, size, signed):
         sign = 1 if bits == 3 else 1 << (bits - 1)
         positive = np.arange(1 << bits) & sign > 0
         table = np.where(positive, table & 0x7FFF, table[np.arange(1 << bits) ^ sign] | 0x8000).astype(np.uint16)
-    for planes, tile, code, words in tiles(bits, block, size):
+    for planes, tile, code, words in tiles(order(bits, block, size)):
         text = fragment._table_assembly.fn(planes, tile, tuple(table.tolist()))
         assert (followed(text, words, 1)[0].view(np.uint16) == table[code]).all()
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_slabs(bits):
+    """Codes of a slab become numbers of a table, or about their middle, in whichever part of its tiles they are."""
+    made = slab_order(bits)
+    table = np.sort(np.random.default_rng(bits).integers(1, 0x7C00, 1 << bits >> 1, dtype=np.uint16))
+    for planes, tile, code, words in tiles(made, made.TILES // len(made.RUNS)):
+        if bits > 4:
+            found = followed(fragment._centred_assembly.fn(planes, tile, bits), words, 1)[0].view(np.float16)
+            assert (found == code - (2**bits - 1) / 2).all()
+            continue
+        points = np.concatenate([(table | 0x8000)[::-1], table])
+        stored = np.argsort(SIGNED[bits] or range(1 << bits))
+        text = fragment._table_assembly.fn(planes, tile, tuple(points[stored].tolist()))
+        assert (followed(text, words, 1)[0].view(np.uint16) == points[stored][code]).all()
 
 
 # ---- words of angles ----------------------------------------------------------------------------------------------

@@ -140,10 +140,12 @@ class LatentSettings(NamedTuple):
 class Latents(NamedTuple):
     """What a layer's latents are read with, for the scan and for `project`: tensors on the device.
 
-    counts     int32 [1 + widths]: slabs of a head, then how many are of each of WIDTHS
+    counts     int64 [1], of bytes: slabs of a head, then how many are of each of WIDTHS
     gains      float32 [H, 2]: log2 of the least gain, and from one gain to the next; or None
     basis      of keys, float16 [H, R, D]: what queries, turned back to a segment, are multiplied with; or None
-    projected  of keys, float16 [B · H, segments, rows, R]: the queries so multiplied, as `project` writes them; or None
+    projected  of keys, float16 [B · H, segments, rows, R + tokens]: the queries so multiplied, and the mean's share of
+               scores if there is one, as `project` writes them; or None
+    base       of keys, float32 [B · H, segments, rows]: the mean's share of all of a segment's scores; or None
     segments   that there is room for
     """
 
@@ -151,6 +153,7 @@ class Latents(NamedTuple):
     gains: Any
     basis: Any = None
     projected: Any = None
+    base: Any = None
     segments: int = 0
 
 

@@ -264,20 +264,25 @@ def _table_assembly(planes, tile, table):
 
 @triton.constexpr_function
 def _nibbles(bits, slot):
-    """n: the low `bits` of the codes that are looked up together, two of each container, a nibble each."""
+    """n: the low `bits` of the codes that are looked up together, two of each container, a nibble each.
+
+    Of 2 bits they pick of the second word: SASS takes a constant there, and would copy one to a register before it.
+    """
     each = 4 // bits  # codes of a nibble
     down, mask = slot % each * bits, ((1 << bits) - 1) * 0x11111111
     made = f"prmt.b32 x, $1, 0, {PAIRED.value}; "
-    made += f"shr.b32 n, x, {down}; and.b32 n, n, {mask:#x}; " if down else f"and.b32 n, x, {mask:#x}; "
+    made += f"shr.b32 n, x, {down}; " if down else "mov.b32 n, x; "
+    made += f"lop3.b32 n, n, {mask:#x}, {0x44444444 if bits == 2 else 0:#x}, 0xEA; "
     return made + ("shr.b32 n, n, 16; " if slot // (2 * each) else "")  # the upper bytes of the containers
 
 
 @triton.constexpr_function
 def _picked(table):
-    """l and h: low and high bytes of four numbers."""
+    """l and h: low and high bytes of four numbers, or of eight."""
     made = ""
     for name, words in zip("lh", _bytes(table), strict=True):  # Triton 3.6 takes no names inside names
-        made += f"prmt.b32 {name}, {words[0]:#x}, {words[1]:#x}, n; "
+        first, second = (words[0], words[1]) if len(table) > 4 else (0, words[0])
+        made += f"prmt.b32 {name}, {first:#x}, {second:#x}, n; "
     return made
 
 

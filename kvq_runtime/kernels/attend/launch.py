@@ -128,14 +128,18 @@ def _projected(
     blocks = room if blocks is None else min(room, -(-blocks // SLAB) * SLAB)
     (batch, q_heads, tokens, size), heads = q_BHTD.shape, layer.H
     rows, segments = q_heads // heads * tokens, blocks * keys.block // settings.SEGMENT
-    projected = lookup.basis.new_empty(batch * heads, segments, rows, lookup.basis.shape[1])
-    lookup = lookup._replace(projected=projected, segments=segments)
+    lines, wide = batch * heads, lookup.basis.shape[1] + (0 if keys.mean is None else settings.SEGMENT)
+    lookup = lookup._replace(
+        projected=lookup.basis.new_empty(lines, segments, rows, wide),
+        base=torch.empty(lines, segments, rows, dtype=torch.float32, device=q_BHTD.device),
+        segments=segments,
+    )
     if not segments:
         return lookup
-    programs = min(-(-segments * rows // SEGMENTS), max(1, PROJECTIONS // (batch * heads)))
+    programs = min(-(-segments * rows // SEGMENTS), max(1, PROJECTIONS // lines))
     with on(q_BHTD):
-        project[(programs, batch * heads)](
-            q_BHTD, scale * LOG2E.value, rope.segments, lookup, lengths, rows, layer, settings.SEGMENT,
+        project[(programs, lines)](
+            q_BHTD, scale * LOG2E.value, rope.segments(keys.mean), lookup, lengths, rows, layer, settings,
             padded(size // 2), SEGMENTS, num_warps=4, num_stages=1, **FUSED,
         )  # fmt: skip
     return lookup

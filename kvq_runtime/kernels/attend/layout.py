@@ -169,7 +169,8 @@ def _latent(
     lookup = rotation = None
     if tensors:
         counts = {bits: slabs for slabs, bits in order.runs}
-        slabs = torch.tensor([sum(counts.values()), *(counts.get(bits, 0) for bits in WIDTHS)], dtype=torch.int32)
+        each = [sum(counts.values()), *(counts.get(bits, 0) for bits in WIDTHS)]
+        slabs = torch.tensor(each, dtype=torch.uint8).view(torch.int64)
         gains = _gains(tensors["gain_ends"], quantize.gain, order.heads) if quantize.gain else None
         basis_HRD = _scaled(order, tensors["dual"], tensors["deviation"])
         lookup = Latents(slabs, gains, basis_HRD.half() if role == "key" else None)

@@ -42,11 +42,12 @@ class RopeTables(NamedTuple):
     """Cos and sin by positions: constant but for `leads`. K = D / 2 frequencies.
 
     block           cos - 1 and sin of the positions of a block, float16, T and K rounded up, zeros beyond K: the
-                    operand A of ops/fragment.py, [T / 16, K / 16, 2, 8 g, 4 t, 2 r, 2 w, 2 h], token g + 8 r,
-                    frequency 2 t + h + 8 w
+                    tensor core's operand A, [T / 16, K / 16, 2, 8 g, 4 t, 2 w, 2 r, 2 h], token g + 8 r, frequency
+                    2 t + h + 8 w; its registers one after another, so that none is copied
     bases_N2K       of every block's first position, float32
     leads_B2K       of every row's start, float32, times `scaling`
     middles_S2K     of the middle of every segment, float32; empty where there are none
+    inside_J2K      cos - 1 and sin of the places of a segment's tokens from its middle, float32
     frequencies_K   radians a token, float64
     scaling         of cos and sin in use
     """
@@ -55,6 +56,7 @@ class RopeTables(NamedTuple):
     bases_N2K: Tensor
     leads_B2K: Tensor
     middles_S2K: Tensor
+    inside_J2K: Tensor
     frequencies_K: Tensor
     scaling: float
 
@@ -68,18 +70,18 @@ class RopeTables(NamedTuple):
         segment    tokens of a segment of a block; 0: keys are not encoded by segments
         """
         frequencies_K = frequencies_K.double()
-        inside_T2K = _circle(torch.arange(-(-block // EDGE) * EDGE), frequencies_K)
-        # cos x - 1 = -2 sin²(x / 2), which loses nothing where cos is near 1
-        half_TK = _circle(torch.arange(len(inside_T2K), dtype=torch.float64) / 2, frequencies_K)[:, 1]
-        both_T2K = torch.stack([-2 * half_TK.square(), inside_T2K[:, 1]], 1)
+        both_T2K = _turns(torch.arange(-(-block // EDGE) * EDGE), frequencies_K)
         padded_T2K = torch.nn.functional.pad(both_T2K, (0, -len(frequencies_K) % CHUNK.value))
         tiles = padded_T2K.view(-1, 2, 8, 2, padded_T2K.shape[2] // EDGE, 2, 4, 2)  # T / 16, r, g, 2, K / 16, w, t, h
-        table = tiles.permute(0, 4, 3, 2, 6, 1, 5, 7)
+        table = tiles.permute(0, 4, 3, 2, 6, 5, 1, 7)
         bases_N2K = _circle(torch.arange(blocks) * block, frequencies_K).float()
         leads_B2K = _leads(starts_B, frequencies_K, scaling)
         places_S = torch.arange(blocks * block // segment if segment else 0) * segment + segment // 2
         middles_S2K = _circle(places_S, frequencies_K).float()
-        return RopeTables(table.half().contiguous(), bases_N2K, leads_B2K, middles_S2K, frequencies_K, scaling)
+        inside_J2K = _turns(torch.arange(segment) - segment // 2, frequencies_K).float()
+        return RopeTables(
+            table.half().contiguous(), bases_N2K, leads_B2K, middles_S2K, inside_J2K, frequencies_K, scaling
+        )
 
     def start_at(self, starts_B: Tensor) -> None:
         """Write `leads_B2K` anew for other padding of as many rows."""
@@ -88,10 +90,9 @@ class RopeTables(NamedTuple):
     def pointers(self, mean: Tensor) -> RopePointers:
         return RopePointers(self.block, self.bases_N2K, self.leads_B2K, mean)
 
-    @property
-    def segments(self) -> RopePointers:
-        """What turns queries back to segments."""
-        return RopePointers(None, self.middles_S2K, self.leads_B2K, None)
+    def segments(self, mean: Tensor | None) -> RopePointers:
+        """Pointers by segments: to `inside_J2K`, and to the bases of their middles."""
+        return RopePointers(self.inside_J2K, self.middles_S2K, self.leads_B2K, mean)
 
 
 def _leads(starts_B: Tensor, frequencies_K: Tensor, scaling: float) -> Tensor:
@@ -103,6 +104,12 @@ def _circle(positions_N: Tensor, frequencies_K: Tensor) -> Tensor:
     """cos and sin, float64 [N, 2, K]."""
     angles = positions_N.to(frequencies_K.device).double()[:, None] * frequencies_K
     return torch.stack([angles.cos(), angles.sin()], 1)
+
+
+def _turns(places_N: Tensor, frequencies_K: Tensor) -> Tensor:
+    """cos - 1 and sin, float64 [N, 2, K]: cos x - 1 = -2 sin²(x / 2), which loses nothing where cos is near 1."""
+    half_NK = _circle(places_N.double() / 2, frequencies_K)[:, 1]
+    return torch.stack([-2 * half_NK.square(), _circle(places_N, frequencies_K)[:, 1]], 1)
 
 
 @triton.jit
@@ -187,5 +194,5 @@ def _angles(p_table, i_tile, FIRST: tl.constexpr, PART: tl.constexpr, N: tl.cons
     o_lane = tl.arange(0, 256)[None, None, :]
     p = p_table + ((o_tile * (CHUNKS * WIDE) + o_k) * 2 + PART) * 256 + o_lane
     b_x = tl.load(p) if tl.constexpr(L.T) % N == 0 else tl.load(p, mask=o_tile < (L.T + 15) // 16, other=0.0)
-    b_x = tl.permute(tl.reshape(b_x, (TILES, WIDE, 8, 4, 2, 2, 2)), (0, 4, 2, 1, 5, 3, 6))
+    b_x = tl.permute(tl.reshape(b_x, (TILES, WIDE, 8, 4, 2, 2, 2)), (0, 5, 2, 1, 4, 3, 6))
     return tl.reshape(b_x, (N, CHUNK))
