@@ -54,7 +54,7 @@ def test_an_exact_cache_answers_as_16_bit_and_a_coarse_one_is_read(monkeypatch: 
     files = models.resolve("demo")
     model, tokenizer = load_model(files), AutoTokenizer.from_pretrained(files.path, padding_side="left")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    monkeypatch.setattr(humaneval, "NEW_TOKENS", 12)
+    monkeypatch.setattr(humaneval, "NEW_TOKENS", 8)
     monkeypatch.setattr(humaneval, "BEGUN", "")
     batch = [{"prompt": topics["comparisons"][:size]} for size in (700, 900)]
     recipes = ["exact+window.block=32", "rtn-2bit+window.block=32"]
