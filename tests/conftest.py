@@ -61,6 +61,15 @@ def real_model() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def qwen() -> Path:
+    """The folder of Qwen2.5-Coder-0.5B-Instruct, which CI has not."""
+    folder = REPOSITORY / "build" / "qwen2.5-coder-0.5b"
+    if not (folder / "config.json").is_file():
+        pytest.skip("the model Qwen2.5-Coder-0.5B is not here: make real-model MODEL=qwen2.5-coder-0.5b")
+    return folder
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A Hub on loopback that this process' client talks to, with a cache of its own."""

@@ -47,3 +47,11 @@ def test_advice_is_the_smallest_safe_recipe(tmp_path):
     safe, parts, _, following = check.advice(files, "./model", rows)
     assert "b. It takes 25% of the bytes" in safe and "0.4 with keys alone" in parts and "--model ./model" in following
     assert "none of these" in next(check.advice(files, "./model", [rows[0], rows[3]]))
+
+
+@pytest.mark.slow
+def test_four_bits_are_safe_on_qwen_and_two_are_not(as_json, qwen):
+    checked = as_json("check", qwen, "--device", "cpu", "--quiet")
+    losses = {row["recipe"]: row.get("KL", 0) for row in checked["rows"]}
+    assert losses["rtn-8bit"] < 0.001 < losses["kivi-4bit"] <= check.SAFE < losses["kivi-2bit"]
+    assert checked["rows"][0]["MiB"] == 384 and "kivi-2bit" not in checked["advice"][0]
