@@ -18,7 +18,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is in an environment of its own: mak
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
-from vllm_server import MODEL, PATIENCE, Server, alike, apart, losses, served, tokens_of_a_text
+from vllm_server import MODEL, PATIENCE, Server, alike, apart, losses, save_fisher, served, tokens_of_a_text
 
 from kvq_runtime import KVQCache
 from kvq_runtime.recipe import preset
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
     def server_of(recipe: str) -> Server:
         if recipe not in started:
-            started[recipe] = served(tmp_path_factory.mktemp(recipe), recipe, BYTES)
+            started[recipe] = served(tmp_path_factory.mktemp(Path(recipe).stem), recipe, BYTES)
         return started[recipe].wait()
 
     yield server_of
@@ -190,13 +190,23 @@ def test_drafts_change_nothing(recipe: str, method: str, server: Servers, text: 
         assert apart(first, second) < 1e-3
 
 
-@pytest.mark.parametrize("recipe", [BY_TOKEN, WHOLE])
+@pytest.mark.parametrize("recipe", [WHOLE, "fisher.safetensors"])
 def test_two_workers_answer_as_one(recipe: str, server: Servers, text: list[int], tmp_path: Path):
-    """Tensor parallelism: each encodes the one KV head that it has."""
-    tokens = text[:400]
-    alone = losses(server(recipe).complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
+    """Tensor parallelism: each encodes the one KV head that it has; the last has a basis and gains of its own."""
+    if recipe != WHOLE:
+        recipe = str(tmp_path / recipe)
+        save_fisher(Path(recipe))
+    tokens, prompts = text[:400], [text[100 * n : 100 * n + 60] for n in range(3)]
+
+    def answers(asked: Server) -> tuple[Tensor, list]:
+        greedy = [asked.complete(prompt, max_tokens=100, logprobs=2)["choices"][0] for prompt in prompts]
+        return losses(asked.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens), greedy
+
+    alone, texts = answers(server(recipe))
     with served(tmp_path, recipe, BYTES, "--tensor-parallel-size", "2") as split:
-        shared = losses(split.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
-    apart = (shared - alone).abs().mean()
-    print(f"{recipe}: loss {shared.mean():.5f} on two workers, {alone.mean():.5f} on one; {apart:.6f} nats apart")
-    assert apart < 0.01
+        shared, others = answers(split)
+    off = (shared - alone).abs().mean()
+    print(f"{recipe}: loss {shared.mean():.5f} on two workers, {alone.mean():.5f} on one; {off:.6f} nats apart")
+    assert off < 0.01
+    for first, second in zip(texts, others, strict=True):
+        assert apart(first, second) < 1e-3
