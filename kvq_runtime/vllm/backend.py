@@ -265,7 +265,7 @@ def _backend_of(per_token: int, tokens: int, blocks: int, sinks: int) -> type[At
         def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
             if not isinstance(spec, FullAttentionSpec):
                 raise ValueError(f"KVQ_CACHE: a layer that attends to all tokens has a {type(spec).__name__} in vLLM")
-            size = tokens * blocks if spec.block_size > 1 else 1  # vLLM asks for a token's bytes to size recurrent states
+            size = tokens * blocks if spec.block_size > 1 else 1  # 1: how long must a page be to hold a state
             return replace(spec, num_head_slots=1, state_content_bytes=per_token, block_size=size)
 
         @staticmethod
