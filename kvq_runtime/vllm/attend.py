@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops.dense import OnlineSoftmax
+from kvq_runtime.ops.dense import PLAIN, OnlineSoftmax, Softmax, capped, kept
 from kvq_runtime.store.storage import sent
 from kvq_runtime.vllm.exact import ExactStep
 from kvq_runtime.vllm.layer import PagedLayer
@@ -67,9 +67,9 @@ class Group:
 class _Sums(OnlineSoftmax):
     """The sums of a group's scaled queries q, [Y, M, D]."""
 
-    def __init__(self, q_YMD: Tensor, rows: int, heads: int, count: int):
+    def __init__(self, q_YMD: Tensor, rows: int, heads: int, count: int, cap: float | None):
         super().__init__(q_YMD)
-        self.q_YMD, self._by_query = q_YMD, (rows, heads, -1, count)
+        self.q_YMD, self._by_query, self._cap = q_YMD, (rows, heads, -1, count), cap
 
     def by_query(self, x_YMX: Tensor) -> Tensor:
         """Return a view [R, H, G, queries, X]."""
@@ -77,14 +77,17 @@ class _Sums(OnlineSoftmax):
 
     def add_seen(self, s_YMT: Tensor, hidden_RQT: Tensor, mix: Callable[[Tensor], Tensor]) -> None:
         """Add tokens, some of them hidden from queries."""
+        s_YMT = capped(s_YMT, self._cap)
         self.by_query(s_YMT).masked_fill_(hidden_RQT[:, None, None], -torch.inf)
         self.add(s_YMT, mix)
 
 
-def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> None:
+def attend(
+    layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float, softmax: Softmax = PLAIN
+) -> None:
     """Write the attention of queries [T, query heads, D] into `out`, of the same shape: causal, over all tokens."""
-    for group in _groups(batch, attend_packed(layer, batch, q_THD, out_THD, scale), layer.page.tokens):
-        _attend(layer, batch, group, q_THD, out_THD, scale)
+    for group in _groups(batch, attend_packed(layer, batch, q_THD, out_THD, scale, softmax), layer.page.tokens):
+        _attend(layer, batch, group, q_THD, out_THD, scale, softmax)
 
 
 def _groups(batch: Batch, requests: Iterable[int], page: int) -> Iterator[list[int]]:
@@ -101,13 +104,15 @@ def _groups(batch: Batch, requests: Iterable[int], page: int) -> Iterator[list[i
         yield group
 
 
-def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, out_THD: Tensor, scale: float) -> None:
+def _attend(
+    layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, out_THD: Tensor, scale: float, softmax: Softmax
+) -> None:
     device, heads, page = q_THD.device, layer.geometry.kv_heads, layer.page.tokens
     rows, count = len(group), batch.counts[group[0]]
     edges_R2 = torch.tensor([(batch.starts[i], batch.lengths[i] - count) for i in group], device=device)
     taken_RQ, latest_RQ = (edges_R2[..., None] + torch.arange(count, device=device)).unbind(1)
     q_RHGQD = q_THD[taken_RQ].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
-    sums = _Sums((q_RHGQD.flatten(0, 1).flatten(1, 2).float() * scale), rows, heads, count)
+    sums = _Sums((q_RHGQD.flatten(0, 1).flatten(1, 2).float() * scale), rows, heads, count, softmax.cap)
     encoded_RQ = latest_RQ // page * page  # tokens that are read from pages
     exact_R1 = _add_first(layer, batch, group, sums, encoded_RQ)
     _add_own(layer, batch, group, sums, latest_RQ)
@@ -122,6 +127,9 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
         s_YMT = layer.scores(sums.q_YMD, columns_RP, start * page)
         sums.add_seen(s_YMT, hidden_RQT, partial(layer.mix, pages_RP=columns_RP, first=start * page))
     o_RHGQD = sums.by_query(sums.attended_YND)
+    if softmax.logit_H is not None:
+        lse_RHQ = sums.by_query((sums.top_YN + sums.total_YN.log())[..., None])[..., 0].flatten(1, 2)
+        o_RHGQD = o_RHGQD * kept(lse_RHQ, softmax.logit_H).view(*o_RHGQD.shape[:4], 1)
     out_THD[taken_RQ] = o_RHGQD.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out_THD.dtype)
 
 
@@ -162,7 +170,9 @@ def _add_own(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, lat
     sums.add_seen(product(sums.q_YMD, 0), hidden_RQN, partial(product, index=1))
 
 
-def attend_packed(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:
+def attend_packed(
+    layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float, softmax: Softmax = PLAIN
+) -> list[int]:
     """Answer requests by the kernel into `out`; return the requests that are left."""
     reader, exact = layer.reader, batch.exact
     left = [i for i, count in enumerate(batch.counts) if count]
@@ -179,7 +189,8 @@ def attend_packed(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tenso
             batch.groups[count] = _group(batch, exact, requests, layer.page.tokens, q_THD.device)
         group = batch.groups[count]
         q_BHTD = q_THD[group.rows].unflatten(0, (-1, count)).transpose(1, 2)
-        o_BHTD = reader.attend(q_BHTD, group.table, group.lengths, layer.tails, layer.first_tokens, scale)
+        windows, sinks = layer.tails, layer.first_tokens
+        o_BHTD = reader.attend(q_BHTD, group.table, group.lengths, windows, sinks, scale, softmax)
         out_THD[group.rows] = o_BHTD.transpose(1, 2).flatten(0, 1)
         left = [i for i in left if i not in requests]
     return left

@@ -41,6 +41,7 @@ from kvq_runtime.families import attending
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
+from kvq_runtime.ops.dense import Softmax
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.memory import asymptotic_bits
@@ -82,11 +83,14 @@ class Served:
         layout = page.page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else {})
         return PagedLayer(index, self.codecs[index], layout, self.geometry, self.rotary, recipe.window.sinks, reader)
 
-    def share(self, needed: int, beside: int) -> tuple[int, int]:
-        """As `page.shared_pages`, of one layer; beside others all layers take the bytes of the widest."""
-        if not beside:
-            return 1, needed
+    def share(self, needed: int, beside: int, block: int) -> tuple[int, int]:
+        """As `page.shared_pages`, of one layer; beside others all layers take the bytes of the widest.
+
+        block   tokens of one of vLLM's pages, where there are no others
+        """
         tokens, layers = self.recipe.window.block, range(self.geometry.layers)
+        if not beside:
+            return block // tokens, needed
         widest = max(page.page_of(self.recipe, layer, self.geometry, self.dtype).per_token for layer in layers)
         blocks, per_token = page.shared_pages(widest, beside, tokens, self.dtype.itemsize)
         message = "kvq: pages of %s tokens beside others of %s bytes: vLLM reserves %.4g bits per element"
@@ -176,9 +180,10 @@ class KVQImpl(STOCK.get_impl_cls()):
         settings = dict(zip(names, rest, strict=False)) | named
         decoder = settings.get("attn_type", AttentionType.DECODER) == AttentionType.DECODER
         plain = decoder and settings.get("sliding_window") is None
-        for name in ("alibi_slopes", "logits_soft_cap", "kv_sharing_target_layer_name", "sinks"):
+        for name in ("alibi_slopes", "kv_sharing_target_layer_name"):
             if plain and settings.get(name) not in (None, 0):
                 raise ValueError(f"KVQ_CACHE does not serve attention with {name}, which this model has")
+        self._softmax = Softmax(settings.get("logits_soft_cap") or None, settings.get("sinks"))
         self._config = get_current_vllm_config()
         others = self._config.compilation_config.static_forward_context.values()
         drafting = any(getattr(getattr(module, "impl", None), "layer", None) is not None for module in others)
@@ -191,7 +196,8 @@ class KVQImpl(STOCK.get_impl_cls()):
         layers, served = self._config.compilation_config.static_forward_context, self._served
         name, module = next(item for item in layers.items() if getattr(item[1], "impl", None) is self)
         self.layer = served.layer(extract_layer_index(name))
-        blocks, per_token = served.share(self.layer.page.per_token, _largest_beside(self._config))
+        block, beside = self._config.cache_config.block_size, _largest_beside(self._config)
+        blocks, per_token = served.share(self.layer.page.per_token, beside, block)
         self.layer.page = replace(self.layer.page, per_token=per_token)
         module.attn_backend = _backend_of(per_token, self.layer.page.tokens, blocks, self.layer.sinks)
 
@@ -216,7 +222,7 @@ class KVQImpl(STOCK.get_impl_cls()):
         if attn_metadata is None or attn_metadata.exact is None or not kv_cache.numel():
             return output  # a dry run
         shape = (-1, self.num_heads, self.head_size)
-        attend.attend(self.layer, attn_metadata, query.view(shape), output.view(shape), self.scale)
+        attend.attend(self.layer, attn_metadata, query.view(shape), output.view(shape), self.scale, self._softmax)
         self.layer.release()
         return output
 
@@ -259,7 +265,7 @@ def _backend_of(per_token: int, tokens: int, blocks: int, sinks: int) -> type[At
         def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
             if not isinstance(spec, FullAttentionSpec):
                 raise ValueError(f"KVQ_CACHE: a layer that attends to all tokens has a {type(spec).__name__} in vLLM")
-            size = spec.block_size * blocks
+            size = tokens * blocks if spec.block_size > 1 else 1  # 1: how long must a page be to hold a state
             return replace(spec, num_head_slots=1, state_content_bytes=per_token, block_size=size)
 
         @staticmethod

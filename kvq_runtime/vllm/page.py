@@ -24,6 +24,7 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.constant import lasting
+from kvq_runtime.ops.dense import Softmax, kept
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.storage import Order
@@ -176,7 +177,7 @@ class PageReader:
 
     def attend(
         self, q_BHTD: Tensor, table: Tensor, lengths_B4: Tensor, windows: tuple[Tensor, Tensor],
-        sinks: tuple[Tensor, Tensor], scale: float,
+        sinks: tuple[Tensor, Tensor], scale: float, softmax: Softmax,
     ) -> Tensor:  # fmt: skip
         """Return the attention of queries, the newest of their windows: [B, Hq, Tq, D].
 
@@ -194,4 +195,9 @@ class PageReader:
         if kind not in splits:
             splits[kind] = host.choose_splits(q_BHTD, keys, values, pages)
         exact = host.Exact(*windows, *sinks)
-        return host.attend(q_BHTD, keys, values, exact, lengths_B4, None, scale, splits[kind], rope)[0]
+        out_BHTD, lse_BHT = host.attend(
+            q_BHTD, keys, values, exact, lengths_B4, None, scale, splits[kind], rope, softmax.cap
+        )
+        if softmax.logit_H is None:
+            return out_BHTD
+        return (out_BHTD * kept(lse_BHT * math.log(2), softmax.logit_H)[..., None]).to(out_BHTD.dtype)

@@ -51,13 +51,16 @@ def by_block(recipe: Recipe) -> bool:
 
 
 def paged(recipe: Recipe, tokens: int) -> Recipe:
-    """Return the recipe with pages as its blocks. ValueError if its codes belong to blocks of another length."""
+    """Return the recipe with pages as its blocks: of `tokens`, vLLM's, or, where codes belong to blocks, several in one
+    of vLLM's. ValueError if those do not fill it."""
     block = recipe.window.block
-    if tokens != block and by_block(recipe):
+    if not by_block(recipe):
+        return replace(recipe, window=replace(recipe.window, block=tokens))
+    if tokens % block:
         raise ValueError(
             f"{recipe.name} encodes blocks of {block} tokens, and a page has {tokens}: --block-size {block}"
         )
-    return replace(recipe, window=replace(recipe.window, block=tokens))
+    return recipe
 
 
 def asked() -> str | None:

@@ -18,7 +18,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is in an environment of its own: mak
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
-from vllm_server import MODEL, PATIENCE, Server, alike, apart, losses, served, tokens_of_a_text
+from vllm_server import MODEL, PATIENCE, Server, alike, apart, losses, save_fisher, served, tokens_of_a_text
 
 from kvq_runtime import KVQCache
 from kvq_runtime.recipe import preset
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
     def server_of(recipe: str) -> Server:
         if recipe not in started:
-            started[recipe] = served(tmp_path_factory.mktemp(recipe), recipe, BYTES)
+            started[recipe] = served(tmp_path_factory.mktemp(Path(recipe).stem), recipe, BYTES)
         return started[recipe].wait()
 
     yield server_of
@@ -114,15 +114,15 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_layers_that_slide_answer_beside_layers_that_are_compressed(sliding: Path, text: list[int], tmp_path: Path):
     """Their pages take turns in the same memory: what a layer left there is read as numbers of another format."""
-    tokens, others, runs = text[:700], text[1000:1900], []
-    with served(tmp_path, BY_TOKEN, 4 << 20, model=sliding) as server:
+    tokens, others, runs = text[:700], text[200:1700], []  # of more tokens than a page of vLLM's
+    with served(tmp_path, WHOLE, 6 << 20, "--max-model-len", "2048", model=sliding) as server:
         for _ in range(3):
             runs.append(losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens))
             assert server.complete(others)["choices"][0]["text"] == server.complete(others)["choices"][0]["text"]
-    assert "pages of 1280 tokens" in server.log  # ten of kvq's fill one of the layer that slides, of 32 bits
+        assert server.metric("vllm:prefix_cache_hits_total") > 0
+    assert "pages of 1408 tokens" in server.log  # eleven of kvq's fill one of the layer that slides, of 32 bits
     assert all(torch.allclose(again, runs[0], atol=1e-3) for again in runs)
-    expected = [losses_by_transformers(recipe, tokens, sliding) for recipe in (BY_TOKEN, "exact")]
-    print(alike(runs[0], *expected))
+    print(alike(runs[0], *(losses_by_transformers(recipe, tokens, sliding) for recipe in (WHOLE, "exact"))))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(server: Servers, text: li
 @pytest.mark.parametrize(("recipe", "method"), [(BY_TOKEN, "ngram"), (BY_TOKEN, "draft"), (WHOLE, "draft")])
 def test_drafts_change_nothing(recipe: str, method: str, server: Servers, text: list[int], tmp_path: Path):
     """Tokens that are refused may have filled a page. The draft model is the first half of the model's layers."""
-    prompts = [text[:90] + text[:n] for n in (20, 35, 60)]  # what repeats is drafted
+    prompts = [text[:60], text[:90] + text[:20], text[:90] + text[:60]]  # what repeats is drafted
     plain = [server(recipe).complete(prompt, max_tokens=200, logprobs=2)["choices"][0] for prompt in prompts]
     options = NGRAM
     if method == "draft":
@@ -190,13 +190,23 @@ def test_drafts_change_nothing(recipe: str, method: str, server: Servers, text: 
         assert apart(first, second) < 1e-3
 
 
-@pytest.mark.parametrize("recipe", [BY_TOKEN, WHOLE])
+@pytest.mark.parametrize("recipe", [WHOLE, "fisher.safetensors"])
 def test_two_workers_answer_as_one(recipe: str, server: Servers, text: list[int], tmp_path: Path):
-    """Tensor parallelism: each encodes the one KV head that it has."""
-    tokens = text[:400]
-    alone = losses(server(recipe).complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
+    """Tensor parallelism: each encodes the one KV head that it has; the last has a basis and gains of its own."""
+    if recipe != WHOLE:
+        recipe = str(tmp_path / recipe)
+        save_fisher(Path(recipe))
+    tokens, prompts = text[:400], [text[100 * n : 100 * n + 60] for n in range(3)]
+
+    def answers(asked: Server) -> tuple[Tensor, list]:
+        greedy = [asked.complete(prompt, max_tokens=100, logprobs=2)["choices"][0] for prompt in prompts]
+        return losses(asked.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens), greedy
+
+    alone, texts = answers(server(recipe))
     with served(tmp_path, recipe, BYTES, "--tensor-parallel-size", "2") as split:
-        shared = losses(split.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
-    apart = (shared - alone).abs().mean()
-    print(f"{recipe}: loss {shared.mean():.5f} on two workers, {alone.mean():.5f} on one; {apart:.6f} nats apart")
-    assert apart < 0.01
+        shared, others = answers(split)
+    off = (shared - alone).abs().mean()
+    print(f"{recipe}: loss {shared.mean():.5f} on two workers, {alone.mean():.5f} on one; {off:.6f} nats apart")
+    assert off < 0.01
+    for first, second in zip(texts, others, strict=True):
+        assert apart(first, second) < 1e-3

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
+
+from kvq_runtime.artifact import artifact, fingerprint
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.codec import codec
+from kvq_runtime.recipe import preset, with_each
+from kvq_runtime.vllm import served_recipe
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "artifacts" / "demo-model"
@@ -123,6 +130,26 @@ def served(folder: Path, reference: str, size: int, *more: str, model: Path = MO
     """A server whose pages, of so many bytes in all, hold what a reference names; of the embedded model by default."""
     variables = {"KVQ_CACHE": reference} | variables
     return Server(folder, reference.replace("/", "_"), variables, size, *more, model=model)
+
+
+def save_fisher(path: Path) -> None:
+    """Save `fisher-head-3bit` of the embedded model, not fitted: bases that change nothing, 4 bits and 2."""
+    config = json.loads((MODEL / "config.json").read_text())
+    of_model = fingerprint.from_config(config, served_recipe.projections(MODEL))
+    size = of_model.geometry
+    counts = tuple(size.width // 2 if bits in (4, 2) else 0 for bits in range(7, -1, -1))
+    recipe = with_each(
+        preset("fisher-head-3bit"), lambda scheme: replace(scheme, quantize=replace(scheme.quantize, counts=counts))
+    )
+    tensors = {name: torch.ones(shape).to(dtype) for name, (shape, dtype) in codec.all_specs(recipe, size).items()}
+    for name, x in tensors.items():
+        if name.endswith("mean"):
+            x.zero_()
+        elif name.endswith(("basis", "dual")):
+            x[:] = torch.eye(size.head_size)
+        elif name.endswith("gain_ends"):
+            x[:] = torch.tensor([-2.0, 2.0])
+    artifact.save(Artifact(recipe, of_model, tensors, {"model": "demo"}, {}), path)
 
 
 def tokens_of_a_text(model: Path = MODEL) -> list[int]:

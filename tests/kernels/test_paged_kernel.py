@@ -101,6 +101,17 @@ def test_kernel_and_torch_agree(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("heads", "ratio"), [(1, 6), (2, 8)])
+@pytest.mark.parametrize("name", ["kivi-4bit", "lloyd-4bit"])
+def test_heads_of_256_channels_in_groups_of_hybrids(name, heads, ratio):
+    """Qwen3.5's 6 query heads of a KV head, and 8."""
+    server = server_of(name, size=Geometry(1, heads, 256))
+    page, long, short = server.page, server.add(3 * server.page), server.add(server.page)
+    arrived(server, {long: (0, 2 * page + 7), short: (0, 3)})
+    check(server, {short: (3, 4), long: (2 * page + 7, 2 * page + 8)}, ratio, most=8e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mean", "higgs-head-2bit", "rtn-2bit", "polar-3bit"])
 def test_as_near_to_float64_as_over_slabs(name):
     """Softmax in float64 over what pages decode to in float32, their mean turned by RoPE."""

@@ -12,7 +12,9 @@ from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import dense
 from kvq_runtime.ops.constant import own_defaults
+from kvq_runtime.ops.dense import Softmax
 from kvq_runtime.recipe import preset, with_each
 from kvq_runtime.vllm import attend, exact, plugin
 from kvq_runtime.vllm.exact import ExactTokens, Piece, Tail
@@ -49,6 +51,18 @@ def test_attention_is_the_codecs(name: str, sinks: int, monkeypatch):
         expected = server.expected(i, queries[i])[taken]
         error = (out[i][taken] - expected).norm() / expected.norm()
         assert error < 5e-3, f"request {i}: {error}"  # bfloat16 on the way back from a rotation
+
+
+def test_caps_of_scores_and_logits_of_heads_are_those_of_dense_attention():
+    """Gemma 2's and gpt-oss's softmax, over several pages and in chunks."""
+    server, softmax, q = PagedServer("exact"), Softmax(2.0, torch.randn(6)), queries_of(40)
+    text, out = server.add(40), torch.empty(40, 6, SIZE.head_size)
+    for part in (slice(0, 25), slice(25, 40)):
+        batch = server.arrive({text: (part.start, part.stop)})
+        attend.attend(server.layer, batch, q[part], out[part], 0.2, softmax)
+    k, v = (x_TC.view(1, 40, SIZE.kv_heads, -1).transpose(1, 2) for x_TC in server.texts[text])
+    expected = dense.attention(q.transpose(0, 1)[None], k, v, None, 0.2, softmax)[0].transpose(0, 1)
+    assert torch.allclose(out, expected, atol=1e-5)
 
 
 def test_bytes_of_a_page_are_the_bits_of_the_recipe():
