@@ -164,7 +164,10 @@ def test_a_file_that_is_no_recipe(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("squat-2bit+foo=1", "foo: no such setting; a recipe has position, key_bias, segment, window, key, value, layers"),
+        (
+            "squat-2bit+foo=1",
+            "foo: no such setting; a recipe has position, key_bias, segment, window, key, value, layers",
+        ),
         ("squat-2bit+key.feedback.rnk=1", "query_orthogonal has blocks, lam, rank, normalize, queries"),
         ("squat-2bit+key.feedback.rank=6.5", "key.feedback.rank=6.5; use a value like 0"),
         ("squat-2bit+key.feedback.queries=now", r"use one of \('after', 'before'\)"),
