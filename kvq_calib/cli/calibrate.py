@@ -142,8 +142,10 @@ def parser() -> argparse.ArgumentParser:
     text = "a name or FILE.json, either with +PATH=VALUE; or auto; repeat for several (default aqua-2bit)"
     add("--recipe", dest="recipes", action="append", metavar="RECIPE", help=text)
     add("--bits", action="append", type=float, metavar="B", help="of --recipe auto: bits per element, in all; repeat")
-    text = "fit only what this engine can serve from its pages; auto then chooses among such settings"
-    add("--for", dest="engine", choices=("vllm",), help=text)
+    text = (
+        "fit only what vLLM serves from its pages, or an attention kernel reads; auto then chooses among such recipes"
+    )
+    add("--for", dest="engine", choices=("vllm", "kernel"), help=text)
     text = ".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]; 'A + B' takes as many sequences of each"
     add("--corpus", metavar="FILE|HUB-ID", help=text)
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")

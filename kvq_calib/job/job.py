@@ -29,7 +29,8 @@ class Job:
     model      a catalog name, a folder or a Hub id; `revision` of a Hub model
     recipes    names, files, either with settings: what `recipe_text.read` takes; or "auto"
     bits       of "auto": an artifact for each
-    engine     "vllm": artifacts that it serves from its pages; "auto" then chooses among such settings
+    engine     "vllm": artifacts that it serves from its pages · "kernel": those that an attention kernel reads; "auto"
+               then chooses among such recipes
 
     The text to fit to; None means the model's default.
 

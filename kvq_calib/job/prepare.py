@@ -23,10 +23,16 @@ from kvq_calib.run.run import EVERY, InFiles, InMemory, Listener, Run, silent
 from kvq_calib.text import corpus
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import recipe_text
+from kvq_runtime.attention import fused
 from kvq_runtime.ops import product
 from kvq_runtime.registry.reference import check_version, home
 from kvq_runtime.vllm import plugin
 
+AUTOMATIC = {  # what `auto` is, by engine
+    None: bit_allocation.auto_recipe,
+    "kernel": bit_allocation.auto_kernel_recipe,
+    "vllm": bit_allocation.auto_vllm_recipe,
+}
 PLAIN = "higgs-2bit"  # it needs no fit, and suits every model
 
 
@@ -40,17 +46,20 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
             f"recipes {list(job.recipes)}, bits {list(job.bits)}: --bits says what --recipe auto may cost; "
             "give both, as in --recipe auto --bits 2.1, or neither"
         )
-    if job.engine not in (None, "vllm"):
-        raise ValueError(f"--for {job.engine}; use vllm, or leave it out")
+    if job.engine not in (None, *AUTOMATIC):
+        raise ValueError(f"--for {job.engine}; use one of {sorted(filter(None, AUTOMATIC))}, or leave it out")
     recipes = [recipe_text.read(name) for name in job.recipes if name != bit_allocation.AUTOMATIC]
     files = files or models.resolve(job.model, job.revision)  # which may be a long download
     for recipe in recipes if job.engine else ():
-        plugin.check_recipe(recipe.check(files.geometry))
+        recipe.check(files.geometry)
+        if job.engine == "vllm":
+            plugin.check_recipe(recipe)
+        elif (why := fused.refusal(recipe, files.geometry)) is not None:
+            raise ValueError(f"--for kernel: {why}: use fisher-head-3bit, or leave out --for")
     budgets = {}
     for bits in job.bits:
-        automatic_recipe = bit_allocation.auto_vllm_recipe if job.engine else bit_allocation.auto_recipe
-        recipes.append(automatic_recipe(bits, files.geometry))
-        if job.engine:
+        recipes.append(AUTOMATIC[job.engine](bits, files.geometry))
+        if job.engine == "vllm":
             budgets[recipes[-1].name] = bits
     chosen = (job.corpus, job.samples, job.seq_len, job.seed, job.held_out)
     used = (job.device, job.dtype, job.threads or max(1, cores() // (job.workers or 1)))

@@ -7,6 +7,8 @@ weigh tokens, and a budget as its target:
             variances λ times the cost of its errors
     then    fill the latent channels of all places in one order, and fit with the resulting targets
 
+For an attention kernel (`--for kernel`) `auto` is `fisher-head`, which divides its bits alike and reads no layer below.
+
 For vLLM (`--for vllm`), whose layers read their own pages alone, `auto` is a recipe after RoPE: the mean removed, and a
 width of the codebook that rounds each head of a token by itself. While a layer is fitted each of these settings decodes
 held-out chunks; then an exact knapsack takes the settings with the least sum of costs within the budget.
@@ -32,7 +34,7 @@ from kvq_calib.run.plan import Plan, divides, is_divided
 from kvq_calib.run.run import Run
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme, Window, with_each
-from kvq_runtime.recipes import aqua_fisher, higgs, turboquant
+from kvq_runtime.recipes import aqua_fisher, fisher, higgs, turboquant
 from kvq_runtime.recipes.aqua_fisher import GAIN
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
@@ -58,6 +60,14 @@ def auto_recipe(bits: float, geometry: Geometry) -> Recipe:
     weighed = with_each(plain, lambda scheme: replace(scheme, quantize=replace(scheme.quantize, weighed=True)))
     summary = f"bits by layer, by the model's gradients, {bits:g} in all"
     return replace(weighed, name=f"auto-{bits:g}bit", summary=summary)
+
+
+def auto_kernel_recipe(bits: float, geometry: Geometry) -> Recipe:
+    """Return `fisher-head` with at most `bits` bits per element. ValueError: no such budget."""
+    _check_bits(bits, (fisher.SLAB + 3) / geometry.head_size, float(Mixed().bits[0]), "this model, for a kernel,")
+    whole = math.floor(bits * geometry.width + 1e-6) / geometry.width
+    summary = f"bits by layer, by the model's gradients, {bits:g} in all, for a kernel"
+    return replace(fisher.fisher("auto", whole, "head"), name=f"auto-{bits:g}bit-kernel", summary=summary)
 
 
 def auto_vllm_recipe(bits: float, geometry: Geometry) -> Recipe:

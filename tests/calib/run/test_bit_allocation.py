@@ -1,6 +1,7 @@
 """Bits divided among layers, keys and values: the least there can be, within the budget, and runs that keep it."""
 
 import itertools
+import math
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -249,5 +250,17 @@ def test_what_cannot_be_is_refused(model, capsys, arguments, says):
 def test_what_an_engine_cannot_serve_is_refused_before_a_run(model, tmp_path):
     with pytest.raises(ValueError, match="cannot serve aqua-2bit"):
         prepare(asked(model, tmp_path, bits=(), recipes=("aqua-2bit",)))
-    with pytest.raises(ValueError, match="--for llama.cpp; use vllm"):
+    with pytest.raises(ValueError, match="--for llama.cpp; use one of"):
         prepare(asked(model, tmp_path, engine="llama.cpp"))
+    with pytest.raises(ValueError, match="kernels read latents of a basis a head.*use fisher-head-3bit"):
+        prepare(asked(model, tmp_path, bits=(), recipes=("aqua-fisher-2bit",), engine="kernel"))
+
+
+def test_a_budget_for_a_kernel_is_a_basis_of_each_head():
+    """Within the budget, gains included, whatever divides it; too little or too much says what can be."""
+    made = bit_allocation.auto_kernel_recipe(2.3, GEOMETRY)
+    stage, width = made.key.quantize, GEOMETRY.width
+    assert made.name == "auto-2.3bit-kernel" and made.key == made.value and made.position == "segment"
+    assert stage.budget(width, 2) + 2 * stage.gain == math.floor(2.3 * width)
+    with pytest.raises(ValueError, match="this model, for a kernel, can have"):
+        bit_allocation.auto_kernel_recipe(0.1, GEOMETRY)
