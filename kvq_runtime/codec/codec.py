@@ -103,8 +103,7 @@ class Codec:
         scheme, mean, back = self.scheme, self._own["predict"].get("mean"), self.back
         if not scheme.quantize.takes_latents:
             return None if self.unrotated else packed_reader(scheme, self.geometry, back, device)
-        fitted = back is not None and "deviation" in self._own["quantize"]
-        if not fitted or self._carried or scheme.correct is not None:
+        if back is None or "deviation" not in self._own["quantize"] or self._carried or scheme.correct is not None:
             return None
         mean = torch.zeros(self.geometry.width, device=device) if mean is None else mean
         return LatentReader(scheme, self.geometry, self._own["quantize"], back, mean, self.segment)

@@ -91,6 +91,7 @@ class RowCodec:
         self.scheme, self.geometry = rows[0].scheme, rows[0].geometry
         self.role: Role = rows[0].role
         self.predictor = rows[0].predictor
+        self.unrotated, self.segment = rows[0].unrotated, rows[0].segment
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
         """As `Codec.encode`."""

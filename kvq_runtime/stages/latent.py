@@ -181,7 +181,7 @@ class Mixed(Quantizer):
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
         """Names, shapes and dtypes of what one block [rows, width] is stored as."""
         size = sum(count * pack.packed_size(rows, bits) for count, bits in self.runs(width))
-        fields = {"codes": ((size,), torch.uint8)}
+        fields: Specs = {"codes": ((size,), torch.uint8)}
         if self.gain:
             gains, size = self.gain_count(geometry.kv_heads), pack.packed_size(rows, self.gain)
             fields["gain"] = ((size,) if self.gains == 1 else (gains, size), torch.uint8)
