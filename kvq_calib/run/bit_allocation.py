@@ -64,7 +64,9 @@ def auto_recipe(bits: float, geometry: Geometry) -> Recipe:
 
 def auto_kernel_recipe(bits: float, geometry: Geometry) -> Recipe:
     """Return `fisher-head` with at most `bits` bits per element. ValueError: no such budget."""
-    _check_bits(bits, (fisher.SLAB + 3) / geometry.head_size, float(Mixed().bits[0]), "this model, for a kernel,")
+    _check_bits(
+        bits, (fisher.SLAB + fisher.GAIN) / geometry.head_size, float(Mixed().bits[0]), "this model, for a kernel,"
+    )
     whole = math.floor(bits * geometry.width + 1e-6) / geometry.width
     summary = f"bits by layer, by the model's gradients, {bits:g} in all, for a kernel"
     return replace(fisher.fisher("auto", whole, "head"), name=f"auto-{bits:g}bit-kernel", summary=summary)
