@@ -185,8 +185,9 @@ def _add_mean(
         b_base = tl.load(p_latents.base + place + o_m, mask=o_m < part.rows, other=0.0)
         o_rest = _count(counts, -1) * 16 + TILE * 16 % S.SEGMENT
         b_rest = _operand(p_u + (segment * part.rows * _wide(counts, p_rope, S) + o_rest), part, L)
-        o_t = tl.arange(0, 16)
-        b_one = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0).to(tl.float16)
+        o_lane = tl.arange(0, 256)[None, :]  # as a tile of codes lies: 8 g, 4 t, 2 r, 2 w, 2 h
+        same = o_lane // 32 + o_lane // 4 % 2 * 8 == o_lane // 8 % 4 * 2 + o_lane % 2 + o_lane // 2 % 2 * 8
+        b_one = fragment.rows_of_tokens(tl.where(same, 1.0, 0.0).to(tl.float16), S.WIDTHS[0], 0)
         b_s = tl.dot(b_one, b_rest, b_s) + b_base[None, :]
     return b_s
 
