@@ -48,7 +48,7 @@ BEGUN = (
     "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:"
     "\n```python\n"
 )
-NEW_TOKENS, BATCH = 384, 24
+NEW_TOKENS, BATCH = 384, 8
 SECONDS, MEMORY, FILE, FILES = 10, 1 << 30, 1 << 20, 32  # of a program: processor time, bytes, bytes of a file, open
 # no mount is written to but an empty folder
 ALONE = """\
