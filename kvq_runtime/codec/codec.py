@@ -144,7 +144,7 @@ class Codec:
         Products of matrices may round a block otherwise in other company; what is done to a token alone does not.
         """
         known = [(x_NTC, replace(context, predicted=self.predicted(context))) for x_NTC, context in blocks]
-        if len(known) == 1 or not self._together:
+        if len(known) == 1 or not self.rounds_together:
             return [(self.encode(*each), each[1]) for each in known]
         sizes, whole = [len(x_NTC) for x_NTC, _ in known], side_by_side([context for _, context in known])
         x_NTC = torch.cat([x_NTC for x_NTC, _ in known])
@@ -156,7 +156,7 @@ class Codec:
 
     def decode_each(self, blocks: Sequence[tuple[Mapping[str, Tensor], Context]]) -> list[Tensor]:
         """`decode` of each of these alone, likewise."""
-        if len(blocks) == 1 or not self._together:
+        if len(blocks) == 1 or not self.rounds_together:
             return [self.decode(*block) for block in blocks]
         sizes = [len(next(iter(fields.values()))) for fields, _ in blocks]
         whole = {name: torch.cat([fields[name] for fields, _ in blocks]) for name in blocks[0][0]}
@@ -169,7 +169,7 @@ class Codec:
         return [*x_NTC.split(sizes)]
 
     @property
-    def _together(self) -> bool:
+    def rounds_together(self) -> bool:
         """True if blocks are rounded together: latents that nothing else is stored beside, which take no products."""
         return self.scheme.quantize.takes_latents and self.scheme.correct is None and not self._own["feedback"]
 
@@ -182,7 +182,7 @@ class Codec:
     def approximated(self, x_NTC: Tensor, context: Context) -> Tensor:
         """Return what `encode_decode` decodes to, or, where encoding takes a search, something with errors like it."""
         quantize: Any = self.scheme.quantize
-        if not self._together:
+        if not self.rounds_together:
             return self.encode_decode(x_NTC, context)[1]
         predicted = self.predicted(context)
         x = self.residual(x_NTC, replace(context, predicted=predicted))

@@ -50,8 +50,11 @@ class Encoder:
             # a launch encodes each block as it would alone; a matrix product might round them differently
             together = SLAB if all(codec.one_launch(store.buffer_2BTC) for codec in store.codecs) else 1
         self.encoding(store, count)
+        side_by_side = self.recipe.cross_layer or all(
+            isinstance(codec, Codec) and codec.rounds_together for codec in store.codecs
+        )
         while store.blocks < target:
-            most = SLAB if self.recipe.cross_layer else together
+            most = SLAB if side_by_side else together
             some = min(most, target - store.blocks, SLAB - store.blocks % SLAB)
             keys, values = self._encoded(store, _runs(store.blocks, store.blocks + some, together))
             self._watch_scales(layer, store.blocks, (keys, values))
@@ -113,6 +116,8 @@ class Encoder:
                 encoded = codec.encode_each(
                     [(x, Context(of.rope, of_keys, under)) for (x, of), of_keys, under in triples]
                 )
+            elif isinstance(codec, Codec):
+                encoded = codec.encode_each(inputs)
             else:
                 encoded = [(codec.encode(x_NTC, context), context) for x_NTC, context in inputs]
             if self.errors is not None or (predicted and (role == 0 or read_above)):
