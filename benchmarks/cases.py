@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq_runtime.attention.fused import segment_of
 from kvq_runtime.codec import codec
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.ops import dispatch
@@ -111,11 +112,6 @@ def counted(recipe: Recipe, geometry: Geometry) -> Recipe:
     counts = [16 * geometry.kv_heads * count for count in slabs]
     shared = replace(quantize, counts=(*counts, geometry.width - sum(counts)), target=0.0, shared=False)
     return replace(recipe, key=replace(recipe.key, quantize=shared), value=replace(recipe.value, quantize=shared))
-
-
-def segment_of(recipe: Recipe) -> int:
-    """Tokens of a segment of keys; 0: they are encoded after RoPE."""
-    return recipe.segment if recipe.position == "segment" else 0
 
 
 def layouts(recipe: Recipe, geometry: Geometry) -> tuple[Any, Any]:

@@ -19,10 +19,11 @@ if __name__ == "__main__":  # before triton is imported
 import torch
 import triton
 
-from benchmarks.cases import counted, layouts, segment_of
+from benchmarks.cases import counted, layouts
 from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, recorded
 from kvq_calib.fit import predict
 from kvq_runtime.artifact.recipe_text import read
+from kvq_runtime.attention.fused import segment_of
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts
@@ -34,6 +35,7 @@ from kvq_runtime.vllm.page import page_of
 
 SPILLED = 400  # bytes of stack a lane, at most
 WIDE = {"attend higgs-head-2bit d256": 2048, "attend lloyd-3bit d256": 2048}  # tables in registers, twice the channels
+WIDE |= {f"attend fisher-head-{name}": 2048 for name in ("2.5bit", "3bit d64", "3bit d80", "3bit d256")}  # once a block
 ARCHS = (80, 90, 100)
 FAMILIES = (
     *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit"),

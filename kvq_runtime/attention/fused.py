@@ -65,9 +65,15 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
 def layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
     """Return the kernel's layouts of a layer's keys and values; None for one that it cannot read."""
     block, (key, value) = recipe.window.block, recipe.at(layer)
-    segment = recipe.segment if recipe.position == "segment" else 0
-    keys = None if recipe.position == "pre" else kernels().layout(key, block, geometry, "key", segment=segment)
+    keys = None
+    if recipe.position != "pre":
+        keys = kernels().layout(key, block, geometry, "key", segment=segment_of(recipe))
     return [keys, kernels().layout(value, block, geometry, "value")]
+
+
+def segment_of(recipe: Recipe) -> int:
+    """Return the tokens of a segment of keys; 0: they are not encoded by segment."""
+    return recipe.segment if recipe.position == "segment" else 0
 
 
 def kernels() -> ModuleType:
@@ -288,7 +294,7 @@ class Fused(Path):
             with torch.inference_mode(False):
                 self._rope = kernels().RopeTables.of(
                     frequencies_K, rotary.scaling, store.window.block, blocks, self.padding.starts_B,
-                    store.codecs[0].segment,
+                    segment_of(self.recipe),
                 )  # fmt: skip
         return self._rope
 

@@ -125,6 +125,8 @@ def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: in
         return f"pages of {recipe.window.block} tokens; the kernel reads multiples of {ALIGNED}"
     if rotary is not None and 2 * len(rotary.frequencies_K) != geometry.head_size:
         return "RoPE rotates a part of a head, and the kernel rotates whole ones"
+    if recipe.key.quantize.takes_latents:
+        return "kernels read latents of a cache's slabs, not yet of pages"
     return fused.refusal(recipe, geometry, layer)
 
 

@@ -247,6 +247,7 @@ def test_what_the_kernel_does_not_read_is_said():
     part = replace(server.rotary, frequencies_K=server.rotary.frequencies_K[:16])
     assert "part of a head" in str(page.refusal(server.recipe, SIZE, part))
     assert "no kernel for its keys" in str(page.refusal(preset("higgs-2bit"), size, None))
+    assert "not yet of pages" in str(page.refusal(preset("fisher-head-3bit"), size, None))
 
 
 def test_pages_between_multiples_of_16_bytes_are_refused():
