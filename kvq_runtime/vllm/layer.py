@@ -13,6 +13,7 @@ O pages in which a step's tokens stand · E entries of a pool · Y = R · H · M
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ class PagedLayer:
 
     def scores(self, q_YMD: Tensor, pages_RP: Tensor, first: int) -> Tensor:
         """Return q · k of every token of columns of the block table, from token `first` on: [Y, M, P · N]."""
-        reader = self.codecs["key"].packed_reader
+        reader: Any = self.codecs["key"].packed_reader
         if reader is not None and q_YMD.shape[1] <= PACKED:
             blocks = reader.view_blocks(self._fields("key", pages_RP), 0)
             return reader.scores(q_YMD, blocks, partial(self._angles, first, blocks.tokens))
@@ -144,7 +145,7 @@ class PagedLayer:
 
     def mix(self, p_YMT: Tensor, pages_RP: Tensor, first: int) -> Tensor:
         """Return Σ p v over every token of these columns: [Y, M, D]."""
-        reader = self.codecs["value"].packed_reader
+        reader: Any = self.codecs["value"].packed_reader
         if reader is not None and p_YMT.shape[1] <= PACKED:
             return reader.mix(p_YMT, reader.view_blocks(self._fields("value", pages_RP), 0))
         return torch.bmm(p_YMT, self._decoded("value", pages_RP, first))
