@@ -87,7 +87,7 @@ def test_blocks_are_the_same_however_many_are_due(name):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("svdq-2bit", "no kernel for its keys; kernels take one rotation for all heads"),
+        ("svdq-2bit", "no kernel for its keys; kernels read latents of a basis a head"),
         ("h2o-higgs-2bit", "keeps tokens by their attention weights"),
         ("svdq-shadow-2bit-v4", "chunks that each query asks for"),
         ("polar-online", "a codec of its own"),
