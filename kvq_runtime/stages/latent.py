@@ -243,24 +243,37 @@ class Mixed(Quantizer):
         """Decode blocks [B, n, ...] to latents over their deviations, gains included, float32 [B, R, n · T]."""
         packed = fields["codes"]
         batch, blocks, _ = packed.shape
-        rows, out, start = self.tokens(packed, width), list[Tensor](), 0
+        rows, first, start = self.tokens(packed, width), 0, 0
+        y_BRT = torch.empty(batch, self.stored(width), blocks * rows, device=packed.device)
         for count, bits in self.runs(width):
+            out_BrT = y_BRT[:, first : first + count]
             stop = start + count * pack.packed_size(rows, bits)
             part = packed[..., start:stop].unflatten(2, (count, -1)).transpose(1, 2).contiguous()
             codes_BRnT = pack.unpack(part, bits, rows)
             if self._in_paths(bits):
                 one = torch.ones(count * blocks, device=packed.device)
-                out.append(trellis.decode_path(codes_BRnT.flatten(1, 2), one, bits).view(batch, count, -1))
+                out_BrT.copy_(trellis.decode_path(codes_BRnT.flatten(1, 2), one, bits).view(out_BrT.shape))
             else:
                 table = latent.points(bits, self.codebook == "stepped", packed.device)
-                out.append(table.index_select(0, codes_BRnT.flatten().int()).view(batch, count, -1))
-            start = stop
-        y_BRT = torch.cat(out, 1)
+                for out_rT, codes_RnT in zip(out_BrT, codes_BRnT, strict=True):  # a row of the batch lies in one piece
+                    torch.index_select(table, 0, codes_RnT.flatten().int(), out=out_rT.view(-1))
+            first, start = first + count, stop
         if self.gain:
             gains = fields["gain"][:, :, None] if self.gains == 1 else fields["gain"]
             codes_BGT = pack.unpack(gains.transpose(1, 2).contiguous(), self.gain, rows).flatten(2)
-            y_BRT *= self.gains_of(codes_BGT, tensors, width)
+            self._multiply(y_BRT, self._by_gain(codes_BGT, tensors))
         return y_BRT
+
+    def _multiply(self, y_BRT: Tensor, gain_BGT: Tensor) -> None:
+        """Multiply latents by their gains, in place."""
+        gains, stored = gain_BGT.shape[1], y_BRT.shape[1]
+        if self.gains == "head":
+            y_BRT.unflatten(1, (-1, gains)).mul_(gain_BGT[:, None])
+            return
+        first = 0
+        for group, count in enumerate(self.gain_index(stored, gains).bincount(minlength=gains).tolist()):
+            y_BRT[:, first : first + count] *= gain_BGT[:, group : group + 1]
+            first += count
 
     def at(
         self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, geometry: Geometry, tensors: Tensors
@@ -371,12 +384,16 @@ class Mixed(Quantizer):
 
     def gains_of(self, codes_NGT: Tensor, tensors: Tensors, width: int) -> Tensor:
         """Return the gains of stored channels, float32 [N, R, T], from their codes."""
-        ends_G2, stored = tensors["gain_ends"].view(-1, 2), self.stored(width)
-        pairs = zip(ends_G2, codes_NGT.long().unbind(1), strict=True)
-        gain_NGT = torch.stack([latent.gains(ends_2, self.gain)[codes_NT] for ends_2, codes_NT in pairs], 1)
-        if len(ends_G2) == 1:
+        gain_NGT, stored = self._by_gain(codes_NGT, tensors), self.stored(width)
+        gains = gain_NGT.shape[1]
+        if gains == 1:
             return gain_NGT.expand(-1, stored, -1)
-        return gain_NGT[:, self.gain_index(stored, len(ends_G2)).to(codes_NGT.device)]
+        return gain_NGT[:, self.gain_index(stored, gains).to(codes_NGT.device)]
+
+    def _by_gain(self, codes_NGT: Tensor, tensors: Tensors) -> Tensor:
+        """Return the gains of these codes, float32 [N, G, T]."""
+        pairs = zip(tensors["gain_ends"].view(-1, 2), codes_NGT.long().unbind(1), strict=True)
+        return torch.stack([latent.gains(ends_2, self.gain)[codes_NT] for ends_2, codes_NT in pairs], 1)
 
     def _parts(self, width: int, tensors: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
         """Return the channels of each run, their bits, and what scales them."""

@@ -117,7 +117,8 @@ class PagedLayer:
         """Return keys and values of the page of a piece of the step, exact: [N, C] each."""
         assert self._pair is not None and self.tails_E2NC is not None, "no step was taken in"
         if piece.tail.entry >= 0:
-            return self.tails_E2NC[piece.tail.entry].unbind()
+            k_NC, v_NC = self.tails_E2NC[piece.tail.entry]
+            return k_NC, v_NC
         k_NC, v_NC = (self._pair[role][piece.row : piece.row + self.page.tokens] for role in ROLES)
         return k_NC, v_NC
 
