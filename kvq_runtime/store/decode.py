@@ -185,17 +185,19 @@ class Decoder:
 
     def _restore(self, store: LayerStore, role: int, x_NTC: Tensor, run: Run, out_BTC: Tensor) -> None:
         """Put back mean and position of decoded, centred blocks [B·n, block, C] into [B, n·block, C]."""
-        codec, is_key = store.codecs[role], ROLES[role] == "key"
+        codec, is_key, size = store.codecs[role], ROLES[role] == "key", store.window.block
+        slots = run[0] * size, run[1] * size
         if x_NTC.data_ptr() != out_BTC.data_ptr():
             out_BTC.copy_(x_NTC.reshape(out_BTC.shape))
         if codec.predictor is not None:
             turning = is_key and self.recipe.position != "pre"
-            angles = self.positions.rope(*store.tokens(run), codec.segment) if turning else None
+            angles = self.positions.rope(*slots, codec.segment) if turning else None
             mean = codec.mean(Context(rope=angles))
             out_BTC.add_(mean.to(out_BTC.dtype))
         if is_key and codec.unrotated:
-            heads, size = self.geometry.kv_heads, self.geometry.head_size
-            tables = self.positions.spread(*store.tokens(run), heads, size, out_BTC.dtype, codec.segment)
+            heads = self.geometry.kv_heads
+            factors = (heads, self.geometry.head_size, out_BTC.dtype, codec.segment)
+            tables = self.positions.spread(*slots, *factors)
             rope.rotate_rows(out_BTC, *tables, heads, self.positions.rotary_pairs)
 
     def _room(self, role: int, like: Tensor, length: int) -> Tensor:

@@ -75,11 +75,10 @@ def test_a_lock_file_pins_it(fitted, tmp_path: Path):
 
 def test_engines_that_move_or_share_keys_otherwise_are_refused():
     for change, message in [
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "use ngram"),
         ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "drop --kv-cache-dtype fp8"),
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "drop decode context parallelism"),
     ]:
-        served = {"speculative_config": None, "cache_config": SimpleNamespace(cache_dtype="auto")}
+        served = {"cache_config": SimpleNamespace(cache_dtype="auto")}
         served |= {"parallel_config": SimpleNamespace(decode_context_parallel_size=1)}
         plugin.check_engine(SimpleNamespace(**served))
         with pytest.raises(ValueError, match=message):

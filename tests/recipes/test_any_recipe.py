@@ -30,6 +30,8 @@ SETTINGS: dict[str, list[Any]] = {  # by name; a Literal and a bool are drawn fr
     "keep": [0.96, 0.5, 1.0, 0.0],
     "target": [0.0, 2.0, 3.3, 0.1],
     "gain": [0, 4, 8, 1],
+    "gains": [1, "head", 2, 0],
+    "slab": [1, 8, 16, 7, 0],
     "covered": [0.99, 1.0, 0.5, 0.1],
     "levels": [4, 1, 2, 6, 0],
     "lam": [1.0, 0.0, 100.0, -1.0],
@@ -89,7 +91,7 @@ def drawn_recipe(draw: random.Random, known: list[list[Recipe]]) -> Recipe:
         given = draw.choice(draw.choice(known))
         key, value = varied(draw, given.key), varied(draw, given.value)
         return Recipe("drawn", key, value, given.position, given.layers, "", window)
-    return Recipe("drawn", scheme(draw), scheme(draw), draw.choice(("pre", "post")), {}, "", window)
+    return Recipe("drawn", scheme(draw), scheme(draw), draw.choice(("pre", "post", "segment")), {}, "", window)
 
 
 def checked(make, *given: Any) -> Any:

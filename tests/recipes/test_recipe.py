@@ -77,7 +77,7 @@ UNKNOWN = [
     ("key/predict/below", [9], "below=[9]; inputs come from 1 to 8 layers below, each once"),
     ("key/predict/storage", "gptq7", "storage='gptq7'; use one of ('bf16', 'gptq4')"),
     ("window/sinks", -1, "sinks=-1; use a whole number from 0 to 1048576"),
-    ("position", "middle", 'aqua-2bit: position=\'middle\'; use "pre" or "post"'),
+    ("position", "middle", "aqua-2bit: position='middle'; use one of ('pre', 'post', 'segment')"),
     ("name", 7, "recipe: name must be text, not 7"),
     ("layers/0", {"key": {}}, "recipe layer: unknown keys [], missing keys ['value']"),
 ]
@@ -105,7 +105,7 @@ def test_defaults_may_be_left_out():
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (Recipe("r", PLAIN, PLAIN, "sideways"), 'use "pre" or "post"'),
+        (Recipe("r", PLAIN, PLAIN, "sideways"), "use one of .*segment"),
         (Recipe("r", Scheme(Exact(), predict=Mean()), PLAIN), "drop predict, rotate and axis"),
         (Recipe("r", PLAIN, PLAIN, layers={4: (PLAIN, PLAIN)}), "the model has 4"),
         (Recipe("r", Scheme(Rtn(2, 48)), PLAIN), r"layer 0 key: group=48 does not divide 128; use one of"),
@@ -136,5 +136,5 @@ def test_inputs_of_a_prediction():
 def test_a_name_that_is_none_is_answered_with_names():
     with pytest.raises(ValueError, match=r"no recipe 'aqua-5bit'; there are .*aqua-2bit"):
         preset("aqua-5bit")
-    with pytest.raises(ValueError, match=r"there are names that begin with aqua, exact, gear"):
+    with pytest.raises(ValueError, match=r"there are names that begin with aqua, exact, fisher, gear"):
         preset("nosuch")

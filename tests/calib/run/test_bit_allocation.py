@@ -224,7 +224,7 @@ def test_a_run_for_vllm_measures_every_setting_once_and_chooses(model, tmp_path)
             among = note[role][settings.index(work.plan.recipes[0].scheme(layer, role))]
             assert among["relative_error"] == pytest.approx(own["relative_error"], rel=1e-5)
     # half of E[e M eᵀ], the error being white: its square by the mean of M's diagonal
-    cost = float(gradients.moment(work, 0, "value", 4).diagonal(dim1=-2, dim2=-1).mean()) / 2
+    cost = float(gradients.moment(work, 0, "value", work.plan.recipes[0]).diagonal(dim1=-2, dim2=-1).mean()) / 2
     measures = made.fit["layers"][0]["value"]
     squared = measures["relative_error"] * float(v_NTC.square().sum(-1).mean())
     assert measures["nats"] == pytest.approx(cost * squared, rel=1e-2)
