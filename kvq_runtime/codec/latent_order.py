@@ -70,7 +70,7 @@ class LatentOrder:
 
 
 def latent_order(scheme: Scheme, block: int, geometry: Geometry, role: Role) -> LatentOrder | None:
-    """The order of latents of a basis a head, in slabs of whole heads; None where they stay as they are encoded.
+    """Return the order of latents of a basis a head, in slabs of whole heads; None: they stay as they are encoded.
 
     Of a recipe whose counts are yet to be fitted the runs are left out.
     """

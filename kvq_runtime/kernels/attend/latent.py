@@ -36,7 +36,7 @@ def scan(
     q, q_exact, scale, p_rope, p_keys, p_values, p_key_latents, p_value_latents, i_first, i_last, i_b, i_h, start,
     part, L: tl.constexpr, SCORES: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr,
 ):  # fmt: skip
-    """The loop over the blocks of a split, see kernel.py; `SCORES` is None."""
+    """Loop over the blocks of a split, see kernel.py; `SCORES` is None."""
     M: tl.constexpr = L.M
     b_top = tl.full((M,), float("-inf"), tl.float32)
     b_total = tl.zeros((16, M), tl.float32)
