@@ -78,6 +78,14 @@ def of_middles(tables: Pair, segment: int) -> Pair:
     return tables[0][:, slot_T], tables[1][:, slot_T]
 
 
+def by_segment(tables: Pair, segment: int) -> tuple[Pair | None, Pair]:
+    """Return cos and sin of the middles of segments, [N, S, K], or None with segment 0, and the tokens' own."""
+    if not segment:
+        return None, tables
+    cos, sin = of_middles(tables, segment)
+    return (cos[:, ::segment], sin[:, ::segment]), tables
+
+
 def between(tables: Pair, others: Pair) -> Pair:
     """Return cos and sin of the angles from `others` to `tables`, float32, without the scaling of either."""
     (cos, sin), (cos_0, sin_0) = ((x.float() for x in pair) for pair in (tables, others))

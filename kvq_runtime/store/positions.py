@@ -201,11 +201,7 @@ class Positions:
         slots, [B or 1, T, K]; kept for the layers above."""
         key = start, stop, segment
         if key not in self._segments:
-            tables, middles = self.rope(start, stop), None
-            if segment:
-                whole = rope.of_middles(tables, segment)
-                middles = whole[0][:, ::segment], whole[1][:, ::segment]
-            self._segments[key] = middles, tables
+            self._segments[key] = rope.by_segment(self.rope(start, stop), segment)
         return self._segments[key]
 
     def forget_factors(self) -> None:

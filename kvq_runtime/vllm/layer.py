@@ -223,10 +223,7 @@ class PagedLayer:
         """Return the angles of tokens from position `first` on, as `Positions.by_segment`."""
         assert self.rotary is not None, "keys by segment without the model's rotation"
         tables = self.rotary.tables(first + torch.arange(tokens, device=self.rotary.frequencies_K.device)[None])
-        if not segment:
-            return None, tables
-        whole = rope.of_middles(tables, segment)
-        return (whole[0][:, ::segment], whole[1][:, ::segment]), tables
+        return rope.by_segment(tables, segment)
 
     def _tables(self, positions_NT: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of positions, where the recipe needs them."""
