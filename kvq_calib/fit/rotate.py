@@ -87,13 +87,12 @@ def solve(stage: Basis | Oscar, statistics: Statistics, codec: Codec) -> tuple[B
     variances_C, matrices = directions(codec.scheme, statistics, codec.geometry)
     quantize, heads = codec.scheme.quantize, codec.geometry.kv_heads
     count = fit_module(quantize, PACKAGES).schedule(codec.scheme, variances_C, codec.geometry).stored(len(variances_C))
-    by_head = isinstance(stage, GradientBasis) and stage.group == "head"
-    return stage, rotate.leading(matrices, count // heads if by_head else count)
+    return stage, rotate.leading(matrices, count // heads if stage.group == "head" else count)
 
 
 def directions(scheme: Scheme, statistics: Statistics, geometry: Geometry) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the latent variances of a scheme and the matrices of its basis, of `Statistics.directions`."""
-    by_head = isinstance(scheme.rotate, GradientBasis) and scheme.rotate.group == "head"
+    by_head = isinstance(scheme.rotate, Basis) and scheme.rotate.group == "head"
     return statistics.directions(metric(scheme.rotate), geometry.kv_heads if by_head else 0)
 
 

@@ -17,8 +17,10 @@ def requests(stage: Basis) -> tuple[ResidualMoment]:
 
 
 def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
-    """Return the basis, and with a metric its dual: bfloat16 [C, R]."""
-    return stage, leading(statistics.directions()[1], codec.scheme.quantize.stored(codec.geometry.width))
+    """Return the basis, bfloat16 [C, R], or by head [H, D, R / H]."""
+    heads = codec.geometry.kv_heads if stage.group == "head" else 0
+    count = codec.scheme.quantize.stored(codec.geometry.width)
+    return stage, leading(statistics.directions(None, heads)[1], count // max(heads, 1))
 
 
 def leading(matrices: dict[str, Tensor], count: int) -> dict[str, Tensor]:

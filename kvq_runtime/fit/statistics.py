@@ -150,9 +150,11 @@ class Statistics:
             if not heads:
                 variances_C, *matrices = eigen(moment_CC) if metric is None else eigen_in(self[metric], moment_CC)
             else:
-                assert metric is not None, "a basis by head has a metric"
-                pairs = zip(_of_heads(self[metric], heads), _of_heads(moment_CC, heads), strict=True)
-                variances, *matrices = map(torch.stack, zip(*(eigen_in(*pair) for pair in pairs), strict=True))
+                moments = _of_heads(moment_CC, heads)
+                metrics = moments if metric is None else _of_heads(self[metric], heads)
+                pairs = zip(metrics, moments, strict=True)
+                solved = [eigen(moment) if metric is None else eigen_in(weighed, moment) for weighed, moment in pairs]
+                variances, *matrices = map(torch.stack, zip(*solved, strict=True))
                 variances_C = variances.mT.flatten()
             self._directions[metric, heads] = variances_C, dict(zip(("basis", "dual"), matrices, strict=False))
         return self._directions[metric, heads]

@@ -16,6 +16,9 @@ prompt and counts the bits of neither basis nor ranges. Online ones do as the pa
 bit. Ranges leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are
 stretched by one outlier.
 
+`svdq-head-3bit` is the basis in a form that is read without decoding: of each head, keys by segment, values alike, with
+the codes and gains of `fisher.py`'s, without its gradients. Of the paper it keeps the basis.
+
 `svdq-shadow-*` reads by chunks, as ShadowKV does (Sun et al., 2024, arXiv 2410.21465; `+policies.chunks=on`): the
 paper's "SVDq+Sparsity" (tables 3 and 5: 2.25, 1.75 and 1.25 bits), a budget of 2048 tokens; `svdq-shadow-online-*` with
 the basis of each prompt, as published. All tokens are held; landmarks add 2 bits per key element of a 16-bit model,
@@ -61,6 +64,14 @@ def filled(name: str, bits: float) -> Recipe:
     return Recipe(name, key, FOUR, "pre", summary=f"SVDq, keys {bits:g}bit, water-filled; values 4 bits")
 
 
+def by_head(name: str, bits: float) -> Recipe:
+    """Bases of each head for keys by segment and for values, each with `bits` bits, gains included."""
+    rounding = Mixed(target=bits, codebook="stepped", gain=3, gains="head", slab=16)
+    side = Scheme(rounding, predict=Mean(), rotate=Basis("head"))
+    summary = f"SVDq's basis for each head, keys by segment, keys and values {bits:g} bits"
+    return Recipe(name, side, side, "segment", summary=summary)
+
+
 ONLINE, CHUNKS = "its schedule, fitted to each prompt", "its schedule, read by chunks"
 BOTH = "its schedule, fitted to each prompt, read by chunks"
 FAMILY = Family(
@@ -68,6 +79,7 @@ FAMILY = Family(
         "svdq-2bit": partial(scheduled, bits="2bit", value=EXACT),
         "svdq-2bit-v4": partial(scheduled, bits="2bit", value=FOUR),
         "svdq-wf-2bit-v4": partial(filled, bits=2.0),
+        "svdq-head-3bit": partial(by_head, bits=3.0),
         "svdq-online-2bit": partial(scheduled, bits="2bit", value=EXACT, policies=(PromptFit(),), how=ONLINE),
         "svdq-shadow-2bit-v4": partial(scheduled, bits="2bit", value=FOUR, policies=(ShadowChunks(),), how=CHUNKS),
         "svdq-shadow-online-2.25bit": partial(

@@ -100,23 +100,43 @@ class Basis(Rotation):
     B holds the eigenvectors of the calibrated second moment of the prediction's residual, [C, R], in the order
     of their eigenvalues; only the R channels that the quantizer stores are kept. `quantize: mixed` must follow.
 
+    group   "all": one basis of all heads · "head": one of each head, [H, D, R / H]. Channel j is then of head j mod H,
+            so that runs of one width have as many channels of every head, in the order of their variances
+
     Source: Hong et al., 2025 (SVDq), theorem 4.1: the latent variances are the eigenvalues.
     Differs: fitted once, offline, by the eigenvectors of the covariance, which are the right singular vectors.
     """
 
     kind: ClassVar[str] = "basis"
+    optional: ClassVar[tuple[str, ...]] = ("group",)
     latents: ClassVar[bool] = True
     fitted: ClassVar[bool] = True
+    group: Literal["all", "head"] = "all"
 
     def size(self, width: int, geometry: Geometry) -> int:
         return width
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
-        return (tensors["basis"], tensors["basis"].mT) if tensors else None
+        if not tensors:
+            return None
+        basis = self._dense(tensors["basis"])
+        return basis, basis.mT
+
+    def _dense(self, matrix: Tensor) -> Tensor:
+        """Return [C, R] of [H, D, R / H], zeros where a channel is of another head; [C, R] as it is."""
+        if self.group == "all":
+            return matrix
+        heads, size, count = matrix.shape
+        dense_HDNH = matrix.new_zeros(heads, size, count, heads)
+        head_H = torch.arange(heads, device=matrix.device)
+        dense_HDNH[head_H, :, :, head_H] = matrix
+        return dense_HDNH.view(heads * size, count * heads)
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """Return the fitted basis."""
-        return {"basis": ((geometry.width, site.scheme.quantize.stored(geometry.width)), torch.bfloat16)}
+        stored, heads = site.scheme.quantize.stored(geometry.width), geometry.kv_heads
+        by_head = heads, geometry.head_size, stored // heads
+        return {"basis": (by_head if self.group == "head" else (geometry.width, stored), torch.bfloat16)}
 
     def check_prompt_fit(self) -> None:
         """Allow it: a row's own tokens have a second moment."""
@@ -132,14 +152,9 @@ class GradientBasis(Basis):
 
     B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of an error of ẑ is its square. B is not
     orthogonal; both are stored, and counted in bits.
-
-    group   "all": one basis of all heads · "head": one of each head. Channel j is then of head j mod H, so that runs of
-            one width have as many channels of every head, in the order of their variances
     """
 
     kind: ClassVar[str] = "gradient_basis"
-    optional: ClassVar[tuple[str, ...]] = ("group",)
-    group: Literal["all", "head"] = "all"
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         if not tensors:
@@ -147,22 +162,9 @@ class GradientBasis(Basis):
         basis, dual = (self._dense(tensors[name]) for name in ("basis", "dual"))
         return basis, dual.mT
 
-    def _dense(self, matrix: Tensor) -> Tensor:
-        """Return [C, R] of [H, D, R / H], zeros where a channel is of another head; [C, R] as it is."""
-        if self.group == "all":
-            return matrix
-        heads, size, count = matrix.shape
-        dense_HDNH = matrix.new_zeros(heads, size, count, heads)
-        head_H = torch.arange(heads, device=matrix.device)
-        dense_HDNH[head_H, :, :, head_H] = matrix
-        return dense_HDNH.view(heads * size, count * heads)
-
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """Return the fitted basis B, and its dual D, DᵀB = 1."""
         basis = super().tensors(site, geometry)["basis"]
-        if self.group == "head":
-            (_, stored), dtype = basis
-            basis = (geometry.kv_heads, geometry.head_size, stored // geometry.kv_heads), dtype
         return {"basis": basis, "dual": basis}
 
     def check_prompt_fit(self) -> None:

@@ -14,7 +14,7 @@ from kvq_runtime.ops import dispatch, latent, pack, rope
 from kvq_runtime.recipe import Role, Scheme, Window, preset
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
-from kvq_runtime.stages.rotate import GradientBasis
+from kvq_runtime.stages.rotate import Basis, GradientBasis
 
 pytest.importorskip("triton")
 from kvq_runtime.kernels.attend.launch import Exact, Layout, RopeTables, attend, block_table, layout
@@ -43,6 +43,7 @@ class Case:
     sinks: int = 4
     scaling: float = 1.0
     cap: float | None = None
+    rotate: Basis = GradientBasis("head")
     dtype: torch.dtype = torch.float32
 
     @property
@@ -55,7 +56,7 @@ class Case:
         counts.append(self.heads * self.size - sum(counts))
         gains = {"gain": self.gain, "gains": "head"} if self.gain else {}
         quantize = Mixed(counts=tuple(counts), codebook="stepped", slab=16, **gains)
-        return Scheme(quantize, rotate=GradientBasis(group="head"), predict=Mean() if self.mean else None)
+        return Scheme(quantize, rotate=self.rotate, predict=Mean() if self.mean else None)
 
     def positions(self, slots: Tensor) -> Tensor:
         """Of slots of each row, [B, slots]."""
@@ -76,7 +77,9 @@ def fitted(case: Case, role: Role) -> dict[str, Tensor]:
     stored = case.scheme(role).quantize.stored(case.geometry.width)
     ends = torch.tensor([-1.0, 0.8], device=DEVICE) + 0.1 * normal(heads, 1, seed=seed + 1)
     return {
-        "dual": (normal(heads, case.size, stored // heads, seed=seed + 2) * (heads / stored) ** 0.5).bfloat16(),
+        ("dual" if isinstance(case.rotate, GradientBasis) else "basis"): (
+            normal(heads, case.size, stored // heads, seed=seed + 2) * (heads / stored) ** 0.5
+        ).bfloat16(),
         "deviation": 0.2 + normal(stored, seed=seed + 3).abs(),
         "gain_ends": ends if heads > 1 else ends[0],
     }
@@ -99,7 +102,7 @@ def decoded(case: Case, role: Role, fields: dict[str, Tensor], tensors: dict[str
         rows = pack.unpack(fields["gain"].view(*codes.shape[:2], case.heads, -1), case.gain, T)
         gains = [latent.gains(ends[head], case.gain)[rows[:, :, head].int()] for head in range(case.heads)]
         z_BNRHT = z_BNRHT * torch.stack(gains, 2)[:, :, None]
-    return torch.einsum("bnrht,hdr->bnthd", z_BNRHT, tensors["dual"].double()).flatten(1, 2)
+    return torch.einsum("bnrht,hdr->bnthd", z_BNRHT, tensors.get("dual", tensors.get("basis")).double()).flatten(1, 2)
 
 
 def read(case: Case, role: Role) -> tuple[Layout, Tensor, list]:
@@ -169,6 +172,7 @@ CASES = {
     "padded": Case(starts=(70, 131), blocks=2, heads=2, ratio=1),
     "padded beyond the blocks": Case(starts=(0, 130), splits=3),
     "no gain, no mean, no sinks": Case(gain=0, mean=False, sinks=0),
+    "SVDq's basis": Case(heads=2, ratio=1, rotate=Basis("head")),
     "gains of 4 bits, segments of 128": Case(gain=4, segment=128),
     "segments of 16, scaled RoPE": Case(segment=16, scaling=1.3),
     "capped scores": Case(cap=1.5),

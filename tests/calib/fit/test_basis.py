@@ -64,6 +64,22 @@ def test_svdq_beats_rounding_by_channel_at_equal_bits(name):
     assert error(svdq, new) < 0.1 * error(plain, new)
 
 
+def test_a_basis_by_head_has_the_eigenvectors_of_each_head():
+    """Channel j is of head j mod 2; its column has nothing of the other head."""
+    x = low_rank()
+    scheme = Scheme(Mixed((4, 0), (48, 16), codebook="stepped"), predict=Mean(), rotate=Basis("head"))
+    stored = fitted(scheme, x).tensors["rotate.basis"]
+    assert stored.shape == (2, WIDTH // 2, 24)
+    back = Basis("head").pair(WIDTH, GEOMETRY, {"basis": stored})
+    assert back is not None and torch.equal(back[0], back[1].mT)
+    rows = (x - x.mean((0, 1))).flatten(0, 1).double()
+    for head, at in enumerate((slice(0, 32), slice(32, 64))):
+        vectors = eigen(rows[:, at].mT @ rows[:, at] / len(rows))[1]
+        assert float((stored[head, :, :8].double() * vectors[:, :8]).sum(0).abs().min()) > 0.99
+        dense = back[0][:, head::2]
+        assert torch.equal(dense[at], stored[head]) and float(dense.square().sum()) == float(dense[at].square().sum())
+
+
 # ---- in the metric of gradients
 
 
@@ -112,9 +128,6 @@ def test_a_gradient_basis_has_errors_that_cost_less():
         assert made.bits() == 1
     assert costs["gradient_basis"] < 0.8 * costs["basis"]
     assert inside["gradient_basis"] > inside["basis"]
-
-
-# ---- bits
 
 
 # ---- recipes
