@@ -43,7 +43,7 @@ class Case:
     sinks: int = 4
     scaling: float = 1.0
     cap: float | None = None
-    rotate: Basis = GradientBasis("head")
+    matrix: str = "dual"
     dtype: torch.dtype = torch.float32
 
     @property
@@ -56,7 +56,8 @@ class Case:
         counts.append(self.heads * self.size - sum(counts))
         gains = {"gain": self.gain, "gains": "head"} if self.gain else {}
         quantize = Mixed(counts=tuple(counts), codebook="stepped", slab=16, **gains)
-        return Scheme(quantize, rotate=self.rotate, predict=Mean() if self.mean else None)
+        rotate = GradientBasis("head") if self.matrix == "dual" else Basis("head")
+        return Scheme(quantize, rotate=rotate, predict=Mean() if self.mean else None)
 
     def positions(self, slots: Tensor) -> Tensor:
         """Of slots of each row, [B, slots]."""
@@ -77,9 +78,7 @@ def fitted(case: Case, role: Role) -> dict[str, Tensor]:
     stored = case.scheme(role).quantize.stored(case.geometry.width)
     ends = torch.tensor([-1.0, 0.8], device=DEVICE) + 0.1 * normal(heads, 1, seed=seed + 1)
     return {
-        ("dual" if isinstance(case.rotate, GradientBasis) else "basis"): (
-            normal(heads, case.size, stored // heads, seed=seed + 2) * (heads / stored) ** 0.5
-        ).bfloat16(),
+        case.matrix: (normal(heads, case.size, stored // heads, seed=seed + 2) * (heads / stored) ** 0.5).bfloat16(),
         "deviation": 0.2 + normal(stored, seed=seed + 3).abs(),
         "gain_ends": ends if heads > 1 else ends[0],
     }
@@ -102,7 +101,7 @@ def decoded(case: Case, role: Role, fields: dict[str, Tensor], tensors: dict[str
         rows = pack.unpack(fields["gain"].view(*codes.shape[:2], case.heads, -1), case.gain, T)
         gains = [latent.gains(ends[head], case.gain)[rows[:, :, head].int()] for head in range(case.heads)]
         z_BNRHT = z_BNRHT * torch.stack(gains, 2)[:, :, None]
-    return torch.einsum("bnrht,hdr->bnthd", z_BNRHT, tensors.get("dual", tensors.get("basis")).double()).flatten(1, 2)
+    return torch.einsum("bnrht,hdr->bnthd", z_BNRHT, tensors[case.matrix].double()).flatten(1, 2)
 
 
 def read(case: Case, role: Role) -> tuple[Layout, Tensor, list]:
@@ -172,7 +171,7 @@ CASES = {
     "padded": Case(starts=(70, 131), blocks=2, heads=2, ratio=1),
     "padded beyond the blocks": Case(starts=(0, 130), splits=3),
     "no gain, no mean, no sinks": Case(gain=0, mean=False, sinks=0),
-    "SVDq's basis": Case(heads=2, ratio=1, rotate=Basis("head")),
+    "SVDq's basis": Case(heads=2, ratio=1, matrix="basis"),
     "gains of 4 bits, segments of 128": Case(gain=4, segment=128),
     "segments of 16, scaled RoPE": Case(segment=16, scaling=1.3),
     "capped scores": Case(cap=1.5),
