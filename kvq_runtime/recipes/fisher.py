@@ -10,15 +10,17 @@
     g   are gains of 3 bits: two of a token, each of half of its latents, or one of each head
 
 Of SmolLM2-135M's latents on other sequences slabs of 8 and two gains of 3 bits leave 0.87 (3 bits) and 0.90 times (2
-bits) what slabs of 16 and four of 2 bits leave, in nats by the metric; paths through a trellis
-(`+all.quantize.codebook=trellis`), which no kernel reads, 0.7 to 0.8 times.
+bits) what slabs of 16 and four of 2 bits leave, in nats by the metric; points by channel instead of Lloyd–Max's 0.99
+times (3 bits). Paths through a trellis leave 0.7 to 0.8 times (`+all.quantize.codebook=trellis`). No kernel reads them:
+a state is 7 bits, of tokens that lie in other threads of a tile, and its table in shared memory alone would take an
+H200 longer than 16 bit takes, by count.
 
 Nothing is predicted from layers below. Since q · R_τ ẑ Dᵀ = (Dᵀ R_-τ q) · ẑ, and a sum of values is a sum of latents
 times Dᵀ, a step reads codes and multiplies once a segment. Bits of all layers, of keys and of values are filled in one
 order by the cost of errors. `fisher-head-*` have a basis and gains of each head, which tensor parallel workers share
-out. `fisher-pre-*` take keys before RoPE, which lose least and have to be decoded to be read.
+out. `fisher-pre-*` take keys before RoPE and paths, which lose least, and have to be decoded to be read.
 
-Source: as of `aqua_fisher.py`, without its predictions and paths. Differs: no paper has keys by segment.
+Source: as of `aqua_fisher.py`, without its predictions. Differs: no paper has keys by segment.
 """
 
 from functools import partial
@@ -35,12 +37,16 @@ BITS = (2.0, 2.5, 3.0, 4.0)
 
 def fisher(name: str, bits: float, group: Literal["all", "head"] = "all", position: Position = "segment") -> Recipe:
     """Return the recipe with `bits` bits per element, averaged over all layers, keys and values, gains included."""
-    gains, slab = ("head", SLAB) if group == "head" else (2, SLAB // 2)
-    rounding = Mixed(target=bits, codebook="stepped", gain=GAIN, gains=gains, slab=slab, shared=True)
+    if position == "pre":
+        rounding = Mixed(target=bits, codebook="trellis", gain=GAIN, shared=True)
+    else:
+        gains, slab = ("head", SLAB) if group == "head" else (2, SLAB // 2)
+        rounding = Mixed(target=bits, codebook="stepped", gain=GAIN, gains=gains, slab=slab, shared=True)
     scheme = Scheme(rounding, predict=Mean(), rotate=GradientBasis(group))
     where = "keys before RoPE" if position == "pre" else "keys by segment"
     basis = "a basis of each head" if group == "head" else "one basis of all heads"
-    summary = f"{where}, {basis}, in the metric of gradients, {bits:g} bits"
+    codes = ", trellis paths" if position == "pre" else ""
+    summary = f"{where}, {basis}, in the metric of gradients{codes}, {bits:g} bits"
     return Recipe(name, scheme, scheme, position, summary=summary)
 
 

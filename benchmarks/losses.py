@@ -1,0 +1,117 @@
+"""Show what recipes lose on four kinds of text, by model: tables in Markdown, and a picture.
+
+    python -m benchmarks.losses benchmarks/records/losses.png > table.md
+
+It reads LOSSES: lines of `kvq eval NAME ... --protocol full --output FILE`. A cell is perplexity against 16 bit and KL
+divergence in nats; a mean is of the texts that all recipes of a model were measured on.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+from kvq_runtime.artifact import recipe_text
+from kvq_runtime.attention.fused import layouts
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe
+
+LOSSES = Path("benchmarks/results/real/losses.jsonl")
+TEXTS = {
+    "valid.txt": "WikiText-2",
+    "docstrings.jsonl": "docstrings",
+    "code.jsonl": "code",
+    "pg2600_war_and_peace.txt": "War and Peace",
+}
+LINES = {"fisher-pre": "C2", "fisher": "C0", "fisher-head": "C1", "kvarn": "C3", "kivi": "C4", "aqua": "C5"}
+Found = dict[tuple[str, str], dict[str, Any]]  # (recipe, text) → figures
+
+
+def losses(path: Path) -> dict[str, Found]:
+    """Return the figures of each model, by recipe and text."""
+    models: dict[str, Found] = defaultdict(dict)
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        protocol, result = entry["protocol"], entry["result"]
+        figures = result["protocols"]["full"] | {"bits": result["bits"]["asymptotic"]}
+        models[protocol["model"]["id"]][result["recipe"], TEXTS[protocol["text"]["source"]]] = figures
+    return models
+
+
+def names(found: Found) -> list[str]:
+    """Return the recipes, by bits."""
+    bits = {recipe: figures["bits"] for (recipe, _), figures in found.items()}
+    return sorted(bits, key=lambda recipe: (bits[recipe], recipe))
+
+
+def read_by_kernel(recipe: Recipe) -> bool:
+    """Return whether a GPU kernel reads the recipe's packed blocks, of heads of 128."""
+    return not recipe.policies and None not in layouts(recipe, Geometry(28, 4, 128), 1)
+
+
+def table(model: str, found: Found) -> Iterator[str]:
+    """Return the lines of a model's table."""
+    yield from (f"| {model} | bits | {' | '.join([*TEXTS.values(), 'mean'])} |", "|---" * (len(TEXTS) + 3) + "|")
+    for recipe in names(found):
+        cells = [found.get((recipe, text)) for text in TEXTS.values()]
+        bits = next(cell["bits"] for cell in cells if cell)
+        shown = [f"{100 * cell['relative']:+.1f}% ± {100 * cell['relative_se']:.1f}, {cell['kl']:.2g}" if cell else ""
+                 for cell in cells]  # fmt: skip
+        whole = [cell for cell in cells if cell]
+        mean = f"{100 * fmean(cell['relative'] for cell in whole):+.1f}%, {fmean(cell['kl'] for cell in whole):.2g}"
+        yield f"| `{recipe}` | {bits:.2f} | {' | '.join([*shown, mean])} |"
+
+
+def family(recipe: str) -> str:
+    """Return the beginning of a recipe's name, without its bits."""
+    return recipe.rsplit("-", 1)[0]
+
+
+def panel(axis: Axes, model: str, found: Found) -> None:
+    """Draw the mean divergence of each recipe against its bits; filled: a GPU kernel reads it packed."""
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for recipe in names(found):
+        cells = [found[recipe, text] for text in TEXTS.values() if (recipe, text) in found]
+        bits, kl = cells[0]["bits"], fmean(cell["kl"] for cell in cells)
+        color = LINES.get(family(recipe), "0.45")
+        filled = color if read_by_kernel(recipe_text.read(recipe)) else "white"
+        axis.plot(bits, kl, "o", color=color, markerfacecolor=filled, markersize=6, zorder=3)
+        axis.annotate(recipe, (bits, kl), (5, 3), textcoords="offset points", fontsize=7, color="0.25")
+        lines[family(recipe)].append((bits, kl))
+    for name, points in lines.items():
+        if name in LINES:
+            axis.plot(*zip(*points, strict=True), color=LINES[name], linewidth=1, zorder=2)
+    axis.set_yscale("log")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.margins(x=0.12)
+    axis.set_title(model, loc="left", fontsize=10)
+    axis.set_xlabel("bits per key or value element", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="0.92", linewidth=0.8)
+
+
+def main() -> None:
+    """Print the tables and draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", type=Path)
+    args = parser.parse_args()
+    models = losses(LOSSES)
+    figure = Figure(figsize=(5.2 * len(models), 4.6), layout="constrained")
+    for axis, (model, found) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
+        panel(axis, model, found)
+        print("\n".join(table(model, found)), end="\n\n")
+    figure.supylabel("KL divergence from 16 bit, nats a token", fontsize=9)
+    figure.supxlabel("filled: a GPU kernel reads it packed", fontsize=8.5, x=0.01, ha="left", color="0.35")
+    figure.savefig(args.picture, dpi=110, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()
