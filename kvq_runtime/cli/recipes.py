@@ -13,8 +13,10 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import NotFound, counted
 from kvq_runtime.families import lists_layers
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry, Sliding
+from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, families, is_preset, preset
 from kvq_runtime.store.memory import Sizes, asymptotic_bits
+from kvq_runtime.vllm import page, plugin
 
 ADVICE = {  # README.md gives the same
     "kivi-4bit": "nothing to calibrate: begin here",
@@ -24,10 +26,14 @@ ADVICE = {  # README.md gives the same
 MODEL = "Qwen2.5-7B (28 layers, 4 KV heads of 128)"
 BITS = f"""
 bits: per element of an encoded token, scales and all metadata included, on {MODEL}.
-kvq bytes RECIPE --model M computes whole caches, exact tokens included; kvq recipes NAME shows all settings."""
+kvq bytes RECIPE --model M computes whole caches, exact tokens included; kvq recipes NAME shows all settings.
+kernel: whether one reads packed codes under kvq attention on a GPU; otherwise a step reads decoded blocks.
+vllm: kernel, one reads packed pages; decoded, pages are decoded before attention; no, vLLM cannot serve it."""
+WITHOUT = "Without triton, as here, there is no kernel."
 ONE = f"""
 window: exact first tokens / exact newest tokens / tokens encoded together.
 decode: what a step reads on a GPU under kvq attention, on {MODEL}; expected, not measured."""
+SHOWN = ("name", "bits", "fitted", "kernel", "vllm", "summary")
 GIB = 1 << 30
 COMPUTED = """
 Computed from shapes, not measured: all bytes of {}, with blocks, sinks and window, and shared (predictors, bases,
@@ -43,7 +49,7 @@ def run_recipes(args: Namespace) -> int:
         return _show_recipe(args)
     chosen = by_family[args.name] if args.name else [recipe for members in by_family.values() for recipe in members]
     chosen = sorted(chosen, key=lambda recipe: asymptotic_bits(recipe, describe.REFERENCE_MODEL))
-    rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) for recipe in chosen]
+    rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) | _readers(recipe) for recipe in chosen]
     if args.json:
         rows = [row | {"settings": recipe.to_json()} for row, recipe in zip(rows, chosen, strict=True)]
         print_table(rows, json=True)
@@ -52,14 +58,27 @@ def run_recipes(args: Namespace) -> int:
         for name, text in ADVICE.items():
             print(f"{name:16}  {asymptotic_bits(preset(name), describe.REFERENCE_MODEL):.2f} bits  {text}")
         print()
-    print_table([{field: row[field] for field in ("name", "bits", "fitted", "summary")} for row in rows], json=False)
-    print(BITS)
+    print_table([{field: row[field] for field in SHOWN} for row in rows], json=False)
+    print(BITS if dispatch.available() else f"{BITS}\n{WITHOUT}")
     return 0
+
+
+def _readers(recipe: Recipe) -> dict[str, Any]:
+    """Return whether a kernel reads all layers of a recipe under kvq attention, and what reads its pages in vLLM."""
+    geometry = describe.REFERENCE_MODEL
+    layers = range(geometry.layers)
+    vllm = "kernel" if not any(page.refusal(recipe, geometry, None, n) for n in layers) else "decoded"
+    try:
+        plugin.check_recipe(recipe)
+    except ValueError:
+        vllm = "no"
+    return {"kernel": not any(fused.refusal(recipe, geometry, n) for n in layers), "vllm": vllm}
 
 
 def _show_recipe(args: Namespace) -> int:
     recipe = recipe_text.read(args.name)
     row = describe.recipe_row(recipe, describe.REFERENCE_MODEL)
+    row["vllm"] = _readers(recipe)["vllm"]
     row["decode"] = fused.refusal(recipe, describe.REFERENCE_MODEL) or "packed codes, by a kernel"
     if args.json:
         print_record(row | {"settings": recipe.to_json()}, json=True)
