@@ -125,8 +125,6 @@ def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: in
         return f"pages of {recipe.window.block} tokens; the kernel reads multiples of {ALIGNED}"
     if rotary is not None and 2 * len(rotary.frequencies_K) != geometry.head_size:
         return "RoPE rotates a part of a head, and the kernel rotates whole ones"
-    if recipe.key.quantize.takes_latents:
-        return "kernels read latents of a cache's slabs, not yet of pages"
     return fused.refusal(recipe, geometry, layer)
 
 
@@ -146,8 +144,8 @@ class Shared:
         if self._rope is None or len(self._rope.leads_B2K) < rows or len(self._rope.bases_N2K) < pages:
             starts_B = torch.zeros(2 * rows, dtype=torch.int32, device=device)  # room for steps of more rows
             frequencies_K, scaling = self.rotary.frequencies_K.to(device), self.rotary.scaling
-            block = self.recipe.window.block
-            self._rope = fused.kernels().RopeTables.of(frequencies_K, scaling, block, pages, starts_B)
+            block, segment = self.recipe.window.block, fused.segment_of(self.recipe)
+            self._rope = fused.kernels().RopeTables.of(frequencies_K, scaling, block, pages, starts_B, segment)
         return self._rope
 
 

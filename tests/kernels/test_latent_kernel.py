@@ -12,7 +12,7 @@ from torch import Tensor
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import dispatch, latent, pack, rope
 from kvq_runtime.recipe import Role, Scheme, Window, preset
-from kvq_runtime.stages.latent import Mixed
+from kvq_runtime.stages.latent import Mixed, flat
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis, GradientBasis
 
@@ -76,10 +76,11 @@ def fitted(case: Case, role: Role) -> dict[str, Tensor]:
     """Tensors as a fit leaves them, at random."""
     seed, heads = 20 * ROLES.index(role), case.heads
     stored = case.scheme(role).quantize.stored(case.geometry.width)
+    by_head = (heads, stored // heads) if case.gain else (stored,)
     ends = torch.tensor([-1.0, 0.8], device=DEVICE) + 0.1 * normal(heads, 1, seed=seed + 1)
     return {
         case.matrix: (normal(heads, case.size, stored // heads, seed=seed + 2) * (heads / stored) ** 0.5).bfloat16(),
-        "deviation": 0.2 + normal(stored, seed=seed + 3).abs(),
+        "deviation": 0.2 + normal(*by_head, seed=seed + 3).abs(),
         "gain_ends": ends if heads > 1 else ends[0],
     }
 
@@ -95,7 +96,7 @@ def decoded(case: Case, role: Role, fields: dict[str, Tensor], tensors: dict[str
             parts.append(latent.gaussian(bits)[1].to(DEVICE)[code.int()])
         else:
             parts.append((code.double() - (2**bits - 1) / 2) * latent.step(bits)[0])
-    z_BNRHT = (torch.cat(parts, 2) * tensors["deviation"][:, None]).unflatten(2, (-1, case.heads))
+    z_BNRHT = (torch.cat(parts, 2) * flat(tensors["deviation"])[:, None]).unflatten(2, (-1, case.heads))
     if case.gain:
         ends = tensors["gain_ends"].view(case.heads, 2)
         rows = pack.unpack(fields["gain"].view(*codes.shape[:2], case.heads, -1), case.gain, T)

@@ -35,8 +35,9 @@ RECIPES = {
     "kivi-2bit": "kivi-2bit+window.block=32",
     "kivi-2bit groups": "kivi-2bit+window.block=32+key.quantize.group=16+value.quantize.group=16",
     "mean": "mean-higgs-head-2bit-post",
+    "latents": "fisher-head-3bit",
 }
-QUICK = [name for name in RECIPES if name not in ("polar-3bit", "kivi-2bit groups")]
+QUICK = [name for name in RECIPES if name not in ("polar-3bit", "kivi-2bit groups", "latents")]
 Parts = dict[int, tuple[int, int]]
 
 
@@ -98,6 +99,13 @@ def test_kernel_and_torch_agree(name):
     full = {long: (4 * page - 1, 4 * page), sharing: (3 * page - 1, 3 * page)}
     check(server, full | {short: (4, 5)}, most=most)
     check(server, {short: (5, 6), long: (4 * page, 4 * page + 1)}, most=most)
+
+
+def test_latents():
+    server = server_of("latents")
+    text = server.add(300)
+    arrived(server, {text: (0, 270)})
+    check(server, {text: (270, 271)})
 
 
 @pytest.mark.slow
@@ -247,7 +255,6 @@ def test_what_the_kernel_does_not_read_is_said():
     part = replace(server.rotary, frequencies_K=server.rotary.frequencies_K[:16])
     assert "part of a head" in str(page.refusal(server.recipe, SIZE, part))
     assert "no kernel for its keys" in str(page.refusal(preset("higgs-2bit"), size, None))
-    assert "not yet of pages" in str(page.refusal(preset("fisher-head-3bit"), size, None))
 
 
 def test_pages_between_multiples_of_16_bytes_are_refused():

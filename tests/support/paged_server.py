@@ -12,7 +12,7 @@ from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Recipe, with_each
 from kvq_runtime.vllm import attend, plugin
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.exact import ExactTokens
@@ -26,7 +26,18 @@ ROTARY = Rotary(1e4 ** -(torch.arange(16) / 16), 1.0, torch.float32)
 
 
 def tensors_of(recipe: Recipe, size: Geometry = SIZE) -> dict[str, Tensor]:
-    return {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in codecs.all_specs(recipe, size).items()}
+    """Fitted tensors at random; deviations are positive."""
+    drawn = {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in codecs.all_specs(recipe, size).items()}
+    return {name: 0.2 + x.abs() if name.endswith("deviation") else x for name, x in drawn.items()}
+
+
+def recipe_of(name: str, size: Geometry) -> Recipe:
+    """Read a recipe's name; one with a budget of bits has slabs of 4, 3, 2 and 0 bits in each head."""
+    recipe = recipe_text.read(name)
+    if not getattr(recipe.key.quantize, "target", 0):
+        return recipe
+    counts = tuple(size.width // 4 if bits in (4, 3, 2, 0) else 0 for bits in range(7, -1, -1))
+    return with_each(recipe, lambda scheme: replace(scheme, quantize=replace(scheme.quantize, counts=counts)))
 
 
 class PagedServer:
@@ -39,7 +50,7 @@ class PagedServer:
         self, name: str, sinks: int = 0, drafts: int = 0, size: Geometry = SIZE, page: int = PAGE, kernel: bool = False,
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
-        recipe, self.size, self.dtype = recipe_text.read(name), size, dtype
+        recipe, self.size, self.dtype = recipe_of(name, size), size, dtype
         self.page = recipe.window.block if plugin.by_block(recipe) else page
         self.recipe = plugin.paged(recipe, self.page).with_exact(sinks=sinks)
         plugin.check_recipe(self.recipe)

@@ -172,7 +172,7 @@ def _latent(
         each = [sum(counts.values()), *(counts.get(bits, 0) for bits in WIDTHS)]
         slabs = torch.tensor(each, dtype=torch.uint8).view(torch.int64)
         gains = _gains(tensors["gain_ends"], quantize.gain, order.heads) if quantize.gain else None
-        basis_HRD = _scaled(order, tensors["dual" if "dual" in tensors else "basis"], tensors["deviation"])
+        basis_HRD = _scaled(order, tensors["dual" if "dual" in tensors else "basis"], quantize.scale(tensors))
         lookup = Latents(slabs, gains, basis_HRD.half() if role == "key" else None)
         if role == "value":
             rest = geometry.head_size - basis_HRD.shape[1]
