@@ -26,7 +26,7 @@ def test_recipes_are_listed_with_what_they_cost(as_json, kvq):
     every = [Codec(one, i, h, size, {}).bits() for i in range(size.layers) for h in recipe.ROLES]
     assert rows["aqua-2bit"]["bits"] == pytest.approx(sum(every) / len(every), abs=1e-4)
     readers = {name: (row["kernel"], row["vllm"]) for name, row in rows.items()}
-    assert readers["kivi-4bit"] == (True, "kernel") and readers["fisher-head-3bit"] == (True, "decoded")
+    assert readers["kivi-4bit"] == (True, "kernel") and readers["fisher-head-3bit"] == (True, "kernel")
     assert readers["fisher-3bit"] == (False, "decoded") and readers["aqua-2bit"] == (False, "no")
     advice, table, _ = kvq("recipes")[1].split("\n\n", 2)
     assert [line.split()[0] for line in table.splitlines()] == ["name", *rows]
