@@ -24,7 +24,7 @@ from torch import Tensor
 from kvq_runtime.ops.dense import PLAIN, OnlineSoftmax, Softmax, capped, kept
 from kvq_runtime.store.storage import sent
 from kvq_runtime.vllm.exact import ExactStep
-from kvq_runtime.vllm.layer import PagedLayer
+from kvq_runtime.vllm.layer import PagedLayer, Run
 
 TOKENS = 1 << 13  # decoded at once, of one layer
 SCORES = 1 << 24  # held at once
@@ -40,6 +40,7 @@ class Batch:
     table      physical page of each of its pages, int [requests, pages]; what lies beyond a length is anything
     exact      its exact tokens; None: a dry run
     groups     by number of queries, requests for the kernel, for all layers
+    plans      by requests, what torch reads of them, for all layers
     """
 
     starts: Sequence[int]
@@ -48,6 +49,7 @@ class Batch:
     table: Tensor
     exact: ExactStep | None = None
     groups: dict[int, "Group"] = field(default_factory=dict, compare=False)
+    plans: dict[tuple[int, ...], list["Plan"]] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,28 @@ class Group:
     lengths: Tensor
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Requests with equally many queries, for torch: what all layers read of them.
+
+    requests      their places in the batch
+    taken_RQ      rows of their queries in the step's tokens
+    firsts_R      entries of their exact first tokens; None: none has any
+    unseen_RQS    first tokens that queries do not see, or that are not exact
+    tails_R       entries of the pages that their queries stand in; None: not all stand in one page of the pool
+    unseen_RQN    tokens of a query's own page that come after it
+    runs          of full pages
+    """
+
+    requests: list[int]
+    taken_RQ: Tensor
+    firsts_R: Tensor | None
+    unseen_RQS: Tensor
+    tails_R: Tensor | None
+    unseen_RQN: Tensor
+    runs: list[Run]
+
+
 class _Sums(OnlineSoftmax):
     """The sums of a group's scaled queries q, [Y, M, D]."""
 
@@ -75,10 +99,11 @@ class _Sums(OnlineSoftmax):
         """Return a view [R, H, G, queries, X]."""
         return x_YMX.view(*self._by_query, x_YMX.shape[-1])
 
-    def add_seen(self, s_YMT: Tensor, hidden_RQT: Tensor, mix: Callable[[Tensor], Tensor]) -> None:
-        """Add tokens, some of them hidden from queries."""
+    def add_seen(self, s_YMT: Tensor, unseen_RQT: Tensor | None, mix: Callable[[Tensor], Tensor]) -> None:
+        """Add tokens, some of them unseen by queries."""
         s_YMT = capped(s_YMT, self._cap)
-        self.by_query(s_YMT).masked_fill_(hidden_RQT[:, None, None], -torch.inf)
+        if unseen_RQT is not None:
+            self.by_query(s_YMT).masked_fill_(unseen_RQT[:, None, None], -torch.inf)
         self.add(s_YMT, mix)
 
 
@@ -86,17 +111,21 @@ def attend(
     layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float, softmax: Softmax = PLAIN
 ) -> None:
     """Write the attention of queries [T, query heads, D] into `out`, of the same shape: causal, over all tokens."""
-    for group in _groups(batch, attend_packed(layer, batch, q_THD, out_THD, scale, softmax), layer.page.tokens):
-        _attend(layer, batch, group, q_THD, out_THD, scale, softmax)
+    left = tuple(attend_packed(layer, batch, q_THD, out_THD, scale, softmax))
+    if left not in batch.plans:
+        rows = q_THD.shape[1]
+        batch.plans[left] = [_plan(layer, batch, group, rows, q_THD.device) for group in _groups(batch, left)]
+    for plan in batch.plans[left]:
+        _attend(layer, batch, plan, q_THD, out_THD, scale, softmax)
 
 
-def _groups(batch: Batch, requests: Iterable[int], page: int) -> Iterator[list[int]]:
-    """Group requests with equally many queries and similar lengths, within `TOKENS` if there are several."""
+def _groups(batch: Batch, requests: Iterable[int]) -> Iterator[list[int]]:
+    """Group requests with equally many queries and similar lengths: of a short one pages are read in vain."""
     order = sorted((i for i in requests if batch.counts[i]), key=lambda i: (batch.counts[i], batch.lengths[i]))
     group: list[int] = []
     for index in order:
-        slots = (len(group) + 1) * -(-batch.lengths[index] // page) * page
-        if group and (batch.counts[group[0]] != batch.counts[index] or slots > TOKENS):
+        longest = max(TOKENS // 8, 5 * batch.lengths[group[0]] // 4) if group else 0
+        if group and (batch.counts[group[0]] != batch.counts[index] or batch.lengths[index] > longest):
             yield group
             group = []
         group.append(index)
@@ -104,54 +133,70 @@ def _groups(batch: Batch, requests: Iterable[int], page: int) -> Iterator[list[i
         yield group
 
 
-def _attend(
-    layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, out_THD: Tensor, scale: float, softmax: Softmax
-) -> None:
-    device, heads, page = q_THD.device, layer.geometry.kv_heads, layer.page.tokens
-    rows, count = len(group), batch.counts[group[0]]
+def _plan(layer: PagedLayer, batch: Batch, group: list[int], rows: int, device: torch.device) -> Plan:
+    """Plan what a group reads; `rows` of queries have scores with a token each."""
+    assert batch.exact is not None, "a step without exact tokens"
+    page, sinks, count, exact = layer.page.tokens, layer.sinks, batch.counts[group[0]], batch.exact
     edges_R2 = torch.tensor([(batch.starts[i], batch.lengths[i] - count) for i in group], device=device)
     taken_RQ, latest_RQ = (edges_R2[..., None] + torch.arange(count, device=device)).unbind(1)
-    q_RHGQD = q_THD[taken_RQ].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
-    sums = _Sums((q_RHGQD.flatten(0, 1).flatten(1, 2).float() * scale), rows, heads, count, softmax.cap)
     encoded_RQ = latest_RQ // page * page  # tokens that are read from pages
-    exact_R1 = _add_first(layer, batch, group, sums, encoded_RQ)
-    _add_own(layer, batch, group, sums, latest_RQ)
-    pages, table_RP = (max(batch.lengths[i] for i in group) - 1) // page, batch.table[group].long()
-    step = max(1, min(TOKENS // (rows * page), SCORES // (sums.q_YMD[..., 0].numel() * page)))
+    firsts_R = torch.tensor([exact.firsts[i] for i in group], device=device)
+    exact_R11 = torch.where(firsts_R >= 0, sinks, 0)[:, None, None]
+    slots_S = torch.arange(sinks, device=device)
+    unseen_RQS = (slots_S >= encoded_RQ[..., None]) | (slots_S >= exact_R11)
+    unseen_RQN = torch.arange(page, device=device) > (latest_RQ % page)[..., None]
+    alone = all(len(exact.pieces[i]) == 1 and exact.pieces[i][0].tail.entry >= 0 for i in group)
+    tails_R = torch.tensor([exact.pieces[i][0].tail.entry for i in group], device=device) if alone else None
+    pages, table_RP, runs = (max(batch.lengths[i] for i in group) - 1) // page, batch.table[group].long(), list[Run]()
+    step = max(1, min(TOKENS // (len(group) * page), SCORES // (len(group) * count * rows * page)))
+    seen_by_all = min((batch.lengths[i] - count) // page for i in group)
     for start in range(0, pages, step):
         stop = min(start + step, pages)
         slots_T = torch.arange(start * page, stop * page, device=device)
         held_RP = encoded_RQ[:, -1:] > slots_T[::page]
-        columns_RP = table_RP[:, start:stop].where(held_RP, table_RP[:, :1])
-        hidden_RQT = (slots_T >= encoded_RQ[..., None]) | (slots_T < exact_R1[..., None])
-        s_YMT = layer.scores(sums.q_YMD, columns_RP, start * page)
-        sums.add_seen(s_YMT, hidden_RQT, partial(layer.mix, pages_RP=columns_RP, first=start * page))
+        columns_RP, unseen_RQT = table_RP[:, start:stop].where(held_RP, table_RP[:, :1]), None
+        if start * page < sinks or stop > seen_by_all:
+            unseen_RQT = (slots_T >= encoded_RQ[..., None]) | (slots_T < exact_R11)
+        runs.append(Run(columns_RP, start * page, unseen_RQT))
+    some = sinks > 0 and any(exact.firsts[i] >= 0 for i in group)
+    return Plan(
+        group, taken_RQ, firsts_R.clamp(min=0) if some else None, unseen_RQS, tails_R, unseen_RQN, runs
+    )  # fmt: skip
+
+
+def _attend(
+    layer: PagedLayer, batch: Batch, plan: Plan, q_THD: Tensor, out_THD: Tensor, scale: float, softmax: Softmax
+) -> None:
+    heads, (rows, count) = layer.geometry.kv_heads, plan.taken_RQ.shape
+    q_RHGQD = q_THD[plan.taken_RQ].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+    sums = _Sums((q_RHGQD.flatten(0, 1).flatten(1, 2).float() * scale), rows, heads, count, softmax.cap)
+    if plan.firsts_R is not None and layer.exact_E2SC is not None:  # in place of their codes
+        _add_exact(layer, sums, layer.exact_E2SC, plan.firsts_R, plan.unseen_RQS)
+    if plan.tails_R is not None and layer.tails_E2NC is not None:
+        _add_exact(layer, sums, layer.tails_E2NC, plan.tails_R, plan.unseen_RQN)
+    else:
+        _add_own(layer, batch, plan, sums)
+    for run in plan.runs:
+        sums.add_seen(layer.scores(sums.q_YMD, run), run.unseen_RQT, partial(layer.mix, run=run))
     o_RHGQD = sums.by_query(sums.attended_YND)
     if softmax.logit_H is not None:
         lse_RHQ = sums.by_query((sums.top_YN + sums.total_YN.log())[..., None])[..., 0].flatten(1, 2)
         o_RHGQD = o_RHGQD * kept(lse_RHQ, softmax.logit_H).view(*o_RHGQD.shape[:4], 1)
-    out_THD[taken_RQ] = o_RHGQD.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out_THD.dtype)
+    out_THD[plan.taken_RQ] = o_RHGQD.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out_THD.dtype)
 
 
-def _add_first(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, encoded_RQ: Tensor) -> Tensor:
-    """Add the exact first tokens, in place of their codes; return how many each request has, [R, 1]."""
-    if batch.exact is None or layer.exact_E2SC is None or not layer.sinks:
-        return torch.zeros_like(encoded_RQ[:, :1])
-    entries_R = torch.tensor([batch.exact.firsts[i] for i in group], device=encoded_RQ.device)
-    exact_R1 = torch.where(entries_R >= 0, layer.sinks, 0)[:, None]
-    k_YSD, v_YSD = (layer.by_head(x_RSC) for x_RSC in layer.exact_E2SC[entries_R.clamp(min=0)].unbind(1))
-    slots_S = torch.arange(layer.sinks, device=encoded_RQ.device)
-    hidden_RQS = (slots_S >= encoded_RQ[..., None]) | (slots_S >= exact_R1[..., None])
-    sums.add_seen(torch.bmm(sums.q_YMD, k_YSD.mT), hidden_RQS, lambda p_YMS: torch.bmm(p_YMS, v_YSD))
-    return exact_R1
+def _add_exact(layer: PagedLayer, sums: _Sums, pool_E2NC: Tensor, entries_R: Tensor, unseen_RQN: Tensor) -> None:
+    """Add exact tokens of a pool, one entry a request."""
+    k_YND, v_YND = (layer.by_head(x_RNC) for x_RNC in pool_E2NC[entries_R].unbind(1))
+    sums.add_seen(torch.bmm(sums.q_YMD, k_YND.mT), unseen_RQN, lambda p_YMN: torch.bmm(p_YMN, v_YND))
 
 
-def _add_own(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, latest_RQ: Tensor) -> None:
+def _add_own(layer: PagedLayer, batch: Batch, plan: Plan, sums: _Sums) -> None:
     """Add the tokens of each query's own page, which are read exact, up to the query's."""
     assert batch.exact is not None, "a step without exact tokens"
     heads, tokens = layer.geometry.kv_heads, layer.page.tokens
     own = list[tuple[int, slice, list[Tensor]]]()  # row, its queries, and keys and values of their page [H, N, D]
-    for row, request in enumerate(group):
+    for row, request in enumerate(plan.requests):
         for piece in batch.exact.pieces[request]:
             pair = [x_NC.float().unflatten(-1, (heads, -1)).transpose(0, 1) for x_NC in layer.own_page(piece)]
             own.append((row, slice(piece.start, piece.stop), pair))
@@ -166,8 +211,7 @@ def _add_own(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, lat
             sums.by_query(out_YMX)[row, :, :, queries] = out_HMX.view(*x_HGQX.shape[:3], width)
         return out_YMX
 
-    hidden_RQN = torch.arange(tokens, device=latest_RQ.device) > (latest_RQ % tokens)[..., None]
-    sums.add_seen(product(sums.q_YMD, 0), hidden_RQN, partial(product, index=1))
+    sums.add_seen(product(sums.q_YMD, 0), plan.unseen_RQN, partial(product, index=1))
 
 
 def attend_packed(

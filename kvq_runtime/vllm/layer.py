@@ -11,7 +11,7 @@ O pages in which a step's tokens stand · E entries of a pool · Y = R · H · M
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,27 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Pair, Rotary
+from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.vllm.exact import Copies, ExactStep, Piece
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
 PACKED = 64  # rows of queries of a KV head up to which pages are read without decoding, as in attention/path.py
+
+
+@dataclass(frozen=True)
+class Run:
+    """Full pages of requests that are read at once, by all layers.
+
+    columns_RP   of the block table
+    first        position of their first token
+    unseen_RQT   tokens that a query does not see, or that are exact elsewhere; None: there are none
+    angles       of their tokens, as `Positions.by_segment`, once a layer has asked for them
+    """
+
+    columns_RP: Tensor
+    first: int
+    unseen_RQT: Tensor | None
+    angles: list[tuple[Pair | None, Pair]] = field(default_factory=list)
 
 
 class PagedLayer:
@@ -60,7 +77,7 @@ class PagedLayer:
         self.exact_E2SC: Tensor | None = None  # first tokens, by entry
         self.tails_E2NC: Tensor | None = None
         self._pair: Mapping[Role, Tensor] | None = None  # the step's tokens [T, C]
-        self._columns: tuple[Tensor, dict[Role, Fields]] | None = None  # read last, and their fields
+        self._read: tuple[Run, dict[Role, Fields]] | None = None  # the last run, and its fields
 
     def bind(self, cache: Tensor) -> None:
         """Use this memory, a layer's cache as vLLM gives it: [B, 1, N, ...], contiguous within a page.
@@ -93,13 +110,14 @@ class PagedLayer:
         for (entry, page, begin, filled), first in step.reopened:
             positions_1N = begin + torch.arange(self.page.tokens, device=tails_E2NC.device)[None]
             for index, role in enumerate(ROLES):
-                fields = self._fields(role, torch.tensor([[page]], device=tails_E2NC.device))
+                fields = self._fields(role, Run(torch.tensor([[page]], device=tails_E2NC.device), begin, None))
                 x_NC = self._decode(role, {name: x[0] for name, x in fields.items()}, positions_1N)[0]
                 tails_E2NC[entry, index, :filled] = x_NC[:filled].to(tails_E2NC.dtype)
             if first >= 0 and self.exact_E2SC is not None:  # which codes lack
                 known = min(self.sinks, filled)
                 tails_E2NC[entry, :, :known] = self.exact_E2SC[first, :, :known]
-        self._raw_BX[step.opened] = self._stamp
+        if step.opened:
+            self._raw_BX[step.opened] = self._stamp
         _copy(tails_E2NC, step.kept, pair)
         if step.full:
             pages, begins = ([piece.tail.page for piece in step.full], [piece.tail.begin for piece in step.full])
@@ -111,7 +129,7 @@ class PagedLayer:
 
     def release(self) -> None:
         """Let go of a step's tokens: its queries are answered."""
-        self._pair = self._columns = None
+        self._pair = self._read = None
 
     def own_page(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Return keys and values of the page of a piece of the step, exact: [N, C] each."""
@@ -134,51 +152,59 @@ class PagedLayer:
         exact_E2SC = self.exact_E2SC = _grown(self.exact_E2SC, 1, self.sinks, self.tails[0])
         return exact_E2SC[:, 0], exact_E2SC[:, 1]
 
-    def scores(self, q_YMD: Tensor, pages_RP: Tensor, first: int) -> Tensor:
-        """Return q · k of every token of columns of the block table, from token `first` on: [Y, M, P · N]."""
+    def scores(self, q_YMD: Tensor, run: Run) -> Tensor:
+        """Return q · k of every token of a run: [Y, M, P · N]."""
         reader: Any = self.codecs["key"].packed_reader
         if reader is not None and q_YMD.shape[1] <= PACKED:
-            blocks = reader.view_blocks(self._fields("key", pages_RP), 0)
-            return reader.scores(q_YMD, blocks, partial(self._angles, first, blocks.tokens))
+            return reader.scores(q_YMD, reader.view_blocks(self._fields("key", run), 0), partial(self._angles, run))
         if self._by_channel:
-            return self._scores_by_channel(q_YMD, pages_RP)
-        return torch.bmm(q_YMD, self._decoded("key", pages_RP, first).mT)
+            return self._scores_by_channel(q_YMD, run)
+        return torch.bmm(q_YMD, self._decoded("key", run).mT)
 
-    def mix(self, p_YMT: Tensor, pages_RP: Tensor, first: int) -> Tensor:
-        """Return Σ p v over every token of these columns: [Y, M, D]."""
+    def mix(self, p_YMT: Tensor, run: Run) -> Tensor:
+        """Return Σ p v over every token of a run: [Y, M, D]."""
         reader: Any = self.codecs["value"].packed_reader
         if reader is not None and p_YMT.shape[1] <= PACKED:
-            return reader.mix(p_YMT, reader.view_blocks(self._fields("value", pages_RP), 0))
-        return torch.bmm(p_YMT, self._decoded("value", pages_RP, first))
+            return reader.mix(p_YMT, reader.view_blocks(self._fields("value", run), 0))
+        return torch.bmm(p_YMT, self._decoded("value", run))
 
     def by_head(self, x_RTC: Tensor) -> Tensor:
         """Return rows [R, T, C] as [Y, T, D], float32."""
         return x_RTC.float().unflatten(-1, (self.geometry.kv_heads, -1)).transpose(1, 2).flatten(0, 1)
 
-    def _fields(self, role: Role, pages_RP: Tensor) -> Fields:
-        """Return the fields of these columns, [R, P, N, ...] each, as they were encoded."""
-        if self._columns is None or self._columns[0] is not pages_RP:  # once for keys and values
-            raw_PX = self._raw_BX.index_select(0, pages_RP.flatten())  # whole rows: much faster than field by field
-            self._columns = pages_RP, self.page.views(raw_PX)
-        fields = self._columns[1][role]
-        return self.page.collected(role, {name: x.unflatten(0, pages_RP.shape) for name, x in fields.items()})
+    def _fields(self, role: Role, run: Run) -> Fields:
+        """Return the fields of a run's pages, [R, P, N, ...] each, as they were encoded."""
+        if self._read is None or self._read[0] is not run:  # once for keys and values
+            raw_PX = self._raw_BX.index_select(0, run.columns_RP.flatten())  # whole rows: much faster than by field
+            self._read = run, self.page.views(raw_PX)
+        shape = run.columns_RP.shape
+        return self.page.collected(role, {name: x.unflatten(0, shape) for name, x in self._read[1][role].items()})
 
-    def _scores_by_channel(self, q_YMD: Tensor, pages_RP: Tensor) -> Tensor:
-        """Return q · k of keys that are encoded channel by channel, and decoded so, without a copy of them by token."""
-        codec = self.codecs["key"]
-        fields = {name: x.flatten(0, 1) for name, x in self._fields("key", pages_RP).items()}
-        k_PCN = codec.scheme.quantize.decode(fields, self.page.tokens, self.geometry, {})
-        k_ZDN = k_PCN.view(-1, self.geometry.head_size, self.page.tokens)  # Z = R · P · H
-        q_RPHMD = q_YMD.unflatten(0, (len(pages_RP), 1, -1)).expand(-1, pages_RP.shape[1], -1, -1, -1)
-        s_RPHMN = torch.bmm(q_RPHMD.flatten(0, 2), k_ZDN).unflatten(0, q_RPHMD.shape[:3])
+    def _scores_by_channel(self, q_YMD: Tensor, run: Run) -> Tensor:
+        """Return q · k of keys that are encoded channel by channel, and decoded so, without a copy of them by token.
+
+        Those that are rounded between two ends are decoded about the middle, whose share of scores groups have alone.
+        """
+        quantize: Any = self.codecs["key"].scheme.quantize
+        (rows, pages), size = run.columns_RP.shape, self.geometry.head_size
+        fields = {name: x.flatten(0, 1) for name, x in self._fields("key", run).items()}
+        low = fields.pop("low", None) if isinstance(quantize, Rtn) else None
+        k_PCN = quantize.decode(fields, self.page.tokens, self.geometry, {})
+        q_ZMD = q_YMD.unflatten(0, (rows, 1, -1)).expand(-1, pages, -1, -1, -1).flatten(0, 2)  # Z = R · P · H
+        s_ZMN = torch.bmm(q_ZMD, k_PCN.view(-1, size, self.page.tokens))
+        if low is not None:
+            middle_PCG = torch.add(low.float(), fields["step"].float(), alpha=(2**quantize.bits - 1) / 2)
+            s_ZMG1 = torch.bmm(q_ZMD, middle_PCG.view(len(q_ZMD), size, -1))[..., None]
+            s_ZMN.unflatten(-1, (s_ZMG1.shape[2], -1)).add_(s_ZMG1)
+        s_RPHMN = s_ZMN.unflatten(0, (rows, pages, -1))
         return s_RPHMN.permute(0, 2, 3, 1, 4).flatten(3, 4).flatten(0, 1)
 
-    def _decoded(self, role: Role, pages_RP: Tensor, first: int) -> Tensor:
-        """Return keys or values of these columns, [Y, P · N, D], float32."""
-        rows, pages = pages_RP.shape
-        positions_T = first + torch.arange(pages * self.page.tokens, device=pages_RP.device)
+    def _decoded(self, role: Role, run: Run) -> Tensor:
+        """Return keys or values of a run, [Y, P · N, D], float32."""
+        rows, pages = run.columns_RP.shape
+        positions_T = run.first + torch.arange(pages * self.page.tokens, device=run.columns_RP.device)
         positions_NT = positions_T.view(1, pages, -1).expand(rows, -1, -1).flatten(0, 1)
-        fields = {name: part.flatten(0, 1) for name, part in self._fields(role, pages_RP).items()}
+        fields = {name: part.flatten(0, 1) for name, part in self._fields(role, run).items()}
         return self.by_head(self._decode(role, fields, positions_NT).reshape(rows, len(positions_T), -1))
 
     def _encode(self, x_2PNC: Tensor, pages: Sequence[int], begins: Sequence[int], filled: int) -> None:
@@ -219,11 +245,13 @@ class PagedLayer:
         assert tables is not None, "keys before RoPE without the model's rotation"
         return rope.rotate(x_NTC.float().unflatten(-1, (self.geometry.kv_heads, -1)), *tables).flatten(-2)
 
-    def _angles(self, first: int, tokens: int, segment: int) -> tuple[Pair | None, Pair]:
-        """Return the angles of tokens from position `first` on, as `Positions.by_segment`."""
-        assert self.rotary is not None, "keys by segment without the model's rotation"
-        tables = self.rotary.tables(first + torch.arange(tokens, device=self.rotary.frequencies_K.device)[None])
-        return rope.by_segment(tables, segment)
+    def _angles(self, run: Run, segment: int) -> tuple[Pair | None, Pair]:
+        """Return the angles of a run's tokens, as `Positions.by_segment`."""
+        if not run.angles:
+            assert self.rotary is not None, "keys by segment without the model's rotation"
+            places_T = torch.arange(run.columns_RP.shape[1] * self.page.tokens, device=run.columns_RP.device)
+            run.angles.append(rope.by_segment(self.rotary.tables(run.first + places_T[None]), segment))
+        return run.angles[0]
 
     def _tables(self, positions_NT: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of positions, where the recipe needs them."""

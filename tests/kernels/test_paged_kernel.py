@@ -160,7 +160,7 @@ def test_first_tokens_of_some_rows():
     exact = batch.exact
     assert exact is not None and exact.firsts == [0, 1, 2]
     for firsts in ([0, -1, 2], [-1, -1, -1]):
-        assert agree(server, replace(batch, exact=replace(exact, firsts=firsts), groups={})) == []
+        assert agree(server, replace(batch, exact=replace(exact, firsts=firsts), groups={}, plans={})) == []
     without = server_of("rtn-2bit", sinks=0)
     text = without.add(70)
     arrived(without, {text: (0, 40)})
