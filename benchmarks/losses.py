@@ -19,9 +19,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from kvq_runtime.artifact import recipe_text
+from kvq_runtime.artifact.describe import REFERENCE_MODEL
 from kvq_runtime.attention.fused import layouts
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.vllm.plugin import check_recipe
 
 LOSSES = Path("benchmarks/results/real/losses.jsonl")
 TEXTS = {
@@ -31,6 +33,8 @@ TEXTS = {
     "pg2600_war_and_peace.txt": "War and Peace",
 }
 LINES = {"fisher-pre": "C2", "fisher": "C0", "fisher-head": "C1", "kvarn": "C3", "kivi": "C4", "aqua": "C5"}
+SUMMARY = ("fisher-2bit", "fisher-2.5bit", "fisher-3bit", "fisher-4bit", "fisher-head-3bit", "fisher-pre-2bit",
+           "fisher-pre-3bit", "aqua-2bit", "aqua-fisher-2bit", "kivi-2bit", "kivi-4bit", "kvarn-k4v4")  # fmt: skip
 Found = dict[tuple[str, str], dict[str, Any]]  # (recipe, text) → figures
 
 
@@ -53,7 +57,7 @@ def names(found: Found) -> list[str]:
 
 def read_by_kernel(recipe: Recipe) -> bool:
     """Return whether a GPU kernel reads the recipe's packed blocks, of heads of 128."""
-    return not recipe.policies and None not in layouts(recipe, Geometry(28, 4, 128), 1)
+    return not recipe.policies and None not in layouts(recipe, REFERENCE_MODEL, 1)
 
 
 def table(model: str, found: Found) -> Iterator[str]:
@@ -69,6 +73,29 @@ def table(model: str, found: Found) -> Iterator[str]:
         yield f"| `{recipe}` | {bits:.2f} | {' | '.join([*shown, mean])} |"
 
 
+def summary(models: dict[str, Found]) -> Iterator[str]:
+    """Return the lines of README's table: means over texts, of the recipes in SUMMARY; bits on Qwen2.5-7B."""
+    yield from (f"| recipe | bits | kernel | vLLM | {' | '.join(models)} |", "|---" * (len(models) + 4) + "|")
+    for name in SUMMARY:
+        cells = []
+        for found in models.values():
+            whole = [found[name, text] for text in TEXTS.values() if (name, text) in found]
+            mean = [fmean(cell[key] for cell in whole) for key in ("relative", "kl")] if whole else None
+            cells.append(f"{100 * mean[0]:+.1f}%, {mean[1]:.2g}" if mean else "")
+        recipe = preset(name)
+        bits, read = asymptotic_bits(recipe, REFERENCE_MODEL), "yes" if read_by_kernel(recipe) else "no"
+        yield f"| `{name}` | {bits:.2f} | {read} | {'yes' if served(recipe) else 'no'} | {' | '.join(cells)} |"
+
+
+def served(recipe: Recipe) -> bool:
+    """Return whether vLLM serves the recipe."""
+    try:
+        check_recipe(recipe)
+    except ValueError:
+        return False
+    return True
+
+
 def family(recipe: str) -> str:
     """Return the beginning of a recipe's name, without its bits."""
     return recipe.rsplit("-", 1)[0]
@@ -78,6 +105,8 @@ def panel(axis: Axes, model: str, found: Found) -> None:
     """Draw the mean divergence of each recipe against its bits; filled: a GPU kernel reads it packed."""
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for recipe in names(found):
+        if "+" in recipe:  # a changed preset, in the tables alone
+            continue
         cells = [found[recipe, text] for text in TEXTS.values() if (recipe, text) in found]
         bits, kl = cells[0]["bits"], fmean(cell["kl"] for cell in cells)
         color = LINES.get(family(recipe), "0.45")
@@ -104,6 +133,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     args = parser.parse_args()
     models = losses(LOSSES)
+    print("\n".join(summary(models)), end="\n\n")
     figure = Figure(figsize=(5.2 * len(models), 4.6), layout="constrained")
     for axis, (model, found) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
         panel(axis, model, found)

@@ -63,9 +63,10 @@ def real_model() -> Path:
 
 @pytest.fixture(scope="session")
 def qwen() -> Path:
-    """The folder of Qwen2.5-Coder-0.5B-Instruct, which CI has not."""
+    """The folder of Qwen2.5-Coder-0.5B-Instruct, as `make real-model MODEL=qwen2.5-coder-0.5b` makes it."""
     folder = REPOSITORY / "build" / "qwen2.5-coder-0.5b"
     if not (folder / "config.json").is_file():
+        assert "CI" not in os.environ, f"{folder} is not there: make real-model MODEL=qwen2.5-coder-0.5b"
         pytest.skip("the model Qwen2.5-Coder-0.5B is not here: make real-model MODEL=qwen2.5-coder-0.5b")
     return folder
 
