@@ -22,7 +22,7 @@ from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
-from kvq_runtime.ops.rope import Pair, Rotary
+from kvq_runtime.ops.rope import Rotary, Waves
 from kvq_runtime.vllm.exact import Copies, ExactStep, Piece
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
@@ -219,7 +219,7 @@ class PagedLayer:
         assert tables is not None, "keys before RoPE without the model's rotation"
         return rope.rotate(x_NTC.float().unflatten(-1, (self.geometry.kv_heads, -1)), *tables).flatten(-2)
 
-    def _angles(self, first: int, tokens: int, segment: int) -> tuple[Pair | None, Pair]:
+    def _angles(self, first: int, tokens: int, segment: int) -> tuple[Waves | None, Waves]:
         """Return the angles of tokens from position `first` on, as `Positions.by_segment`."""
         assert self.rotary is not None, "keys by segment without the model's rotation"
         tables = self.rotary.tables(first + torch.arange(tokens, device=self.rotary.frequencies_K.device)[None])
