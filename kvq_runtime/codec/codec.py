@@ -106,7 +106,7 @@ class Codec:
         if back is None or "deviation" not in self._own["quantize"] or self._carried or scheme.correct is not None:
             return None
         mean = torch.zeros(self.geometry.width, device=device) if mean is None else mean
-        return LatentReader(scheme, self.geometry, self._own["quantize"], back, mean, self.segment)
+        return LatentReader(scheme, self.geometry, self._own["quantize"], back, mean, self.block, self.segment)
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:

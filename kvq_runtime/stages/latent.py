@@ -232,48 +232,8 @@ class Mixed(Quantizer):
         return torch.cat(values, 1).mT
 
     def scale(self, tensors: Tensors) -> Tensor:
-        """Return the factor of each stored channel that `latents` leaves out, float32 [R]."""
+        """Return the deviation of each stored channel, float32 [R]."""
         return flat(tensors["deviation"])
-
-    def tokens(self, codes: Tensor, width: int) -> int:
-        """Return the tokens of a block whose codes are [..., bytes]."""
-        return 8 * codes.shape[-1] // sum(count * bits for count, bits in self.runs(width))
-
-    def latents(self, fields: Fields, width: int, tensors: Tensors) -> Tensor:
-        """Decode blocks [B, n, ...] to latents over their deviations, gains included, float32 [B, R, n · T]."""
-        packed = fields["codes"]
-        batch, blocks, _ = packed.shape
-        rows, first, start = self.tokens(packed, width), 0, 0
-        y_BRT = torch.empty(batch, self.stored(width), blocks * rows, device=packed.device)
-        for count, bits in self.runs(width):
-            out_BrT = y_BRT[:, first : first + count]
-            stop = start + count * pack.packed_size(rows, bits)
-            part = packed[..., start:stop].unflatten(2, (count, -1)).transpose(1, 2).contiguous()
-            codes_BRnT = pack.unpack(part, bits, rows)
-            if self._in_paths(bits):
-                one = torch.ones(count * blocks, device=packed.device)
-                out_BrT.copy_(trellis.decode_path(codes_BRnT.flatten(1, 2), one, bits).view(out_BrT.shape))
-            else:
-                table = latent.points(bits, self.codebook == "stepped", packed.device)
-                for out_rT, codes_RnT in zip(out_BrT, codes_BRnT, strict=True):  # a row of the batch lies in one piece
-                    torch.index_select(table, 0, codes_RnT.flatten().int(), out=out_rT.view(-1))
-            first, start = first + count, stop
-        if self.gain:
-            gains = fields["gain"][:, :, None] if self.gains == 1 else fields["gain"]
-            codes_BGT = pack.unpack(gains.transpose(1, 2).contiguous(), self.gain, rows).flatten(2)
-            self._multiply(y_BRT, self._by_gain(codes_BGT, tensors))
-        return y_BRT
-
-    def _multiply(self, y_BRT: Tensor, gain_BGT: Tensor) -> None:
-        """Multiply latents by their gains, in place."""
-        gains, stored = gain_BGT.shape[1], y_BRT.shape[1]
-        if self.gains == "head":
-            y_BRT.unflatten(1, (-1, gains)).mul_(gain_BGT[:, None])
-            return
-        first = 0
-        for group, count in enumerate(self.gain_index(stored, gains).bincount(minlength=gains).tolist()):
-            y_BRT[:, first : first + count] *= gain_BGT[:, group : group + 1]
-            first += count
 
     def at(
         self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, geometry: Geometry, tensors: Tensors

@@ -9,13 +9,19 @@ import torch
 
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.ops import rope
-from kvq_runtime.recipe import preset
+from kvq_runtime.recipe import preset, with_each
 
 GEOMETRY = feeding.GEOMETRY
 
 
-def codecs(name: str, **changes):
-    recipe = feeding.small(replace(preset(name), **changes))
+COUNTS = (4, 4, 6, 16, 10, 8, 8, 8)  # of 7, ..., 0 bits: what is looked up four at a time, in blocks of 128
+
+
+def codecs(name: str, counts: tuple[int, ...] = (), **changes):
+    recipe = replace(preset(name), **changes)
+    if counts:
+        recipe = with_each(recipe, lambda each: replace(each, quantize=replace(each.quantize, counts=counts)))
+    recipe = recipe if counts else feeding.small(recipe)
     return [
         Codec(recipe, 1, role, GEOMETRY, {n.removeprefix(f"layers.1.{role}."): x for n, x in tensors.items()})
         for role in ("key", "value")
@@ -31,6 +37,11 @@ def codecs(name: str, **changes):
         ("fisher-head-3bit", {}),
         ("fisher-2bit", {"segment": 16}),
         ("fisher-2bit", {"position": "post"}),
+        ("fisher-3bit", {"counts": COUNTS}),
+        ("fisher-head-3bit", {"counts": COUNTS}),
+        ("fisher-2bit", {"counts": COUNTS, "segment": 16}),
+        ("fisher-2bit", {"counts": COUNTS, "segment": 64}),
+        ("fisher-2bit", {"counts": COUNTS, "position": "post"}),
     ],
 )
 def test_scores_and_sums_are_those_of_decoded_tokens(name, changes, scaling):
@@ -48,7 +59,7 @@ def test_scores_and_sums_are_those_of_decoded_tokens(name, changes, scaling):
 
     def at(segment: int):
         assert segment == key.segment
-        return (None if whole is None else tuple(part[:, ::segment] for part in whole)), tables
+        return rope.by_segment(tables, segment)
 
     def by_block(pair):
         return tuple(part.reshape(rows * blocks, size, -1) for part in pair)

@@ -87,8 +87,6 @@ def test_every_gain_is_the_best_for_its_channels(gains):
     whole = stage.decode(fields, 24, geometry, tensors)
     block, token = torch.tensor([0, 1, 1]), torch.tensor([0, 15, 7])
     assert torch.equal(stage.at(fields, block, token, 16, geometry, tensors), whole[block, token])
-    at_once = stage.latents({n: f[None] for n, f in fields.items()}, 24, tensors) * stage.scale(tensors)[:, None]
-    torch.testing.assert_close(at_once[0].unflatten(1, (2, 16)).permute(1, 2, 0), whole.float(), rtol=2**-8, atol=1e-3)
 
 
 def test_slabs_are_filled_in_the_order_of_what_they_bring():
