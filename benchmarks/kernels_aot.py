@@ -35,7 +35,8 @@ from kvq_runtime.vllm.page import page_of
 
 SPILLED = 400  # bytes of stack a lane, at most
 WIDE = {"attend higgs-head-2bit d256": 2048, "attend lloyd-3bit d256": 2048}  # tables in registers, twice the channels
-WIDE |= {f"attend fisher-head-{name}": 2048 for name in ("2.5bit", "2.5bit pages", "3bit d64", "3bit d80", "3bit d256")}  # once a block
+_LATENTS = ("2.5bit", "2.5bit pages", "3bit d64", "3bit d80", "3bit d256")
+WIDE |= {f"attend fisher-head-{name}": 2048 for name in _LATENTS}  # once a block
 ARCHS = (80, 90, 100)
 FAMILIES = (
     *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit"),
@@ -43,7 +44,8 @@ FAMILIES = (
     *("lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "higgs-head-2bit"),
     *("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post", "polar-paper", "polar-3bit", "fisher-head-2.5bit"),
 )
-PAGES = ("kivi-2bit-g128", "kivi-2bit", "quarot-head-2bit", "fisher-head-2.5bit")  # over a serving engine's pages as well
+# over a serving engine's pages as well
+PAGES = ("kivi-2bit-g128", "kivi-2bit", "quarot-head-2bit", "fisher-head-2.5bit")
 
 
 def attends(
