@@ -35,7 +35,8 @@ from kvq_runtime.vllm.page import page_of
 
 SPILLED = 400  # bytes of stack a lane, at most
 WIDE = {"attend higgs-head-2bit d256": 2048, "attend lloyd-3bit d256": 2048}  # tables in registers, twice the channels
-WIDE |= {f"attend fisher-head-{name}": 2048 for name in ("2.5bit", "3bit d64", "3bit d80", "3bit d256")}  # once a block
+_LATENTS = ("2.5bit", "2.5bit pages", "3bit d64", "3bit d80", "3bit d256")
+WIDE |= {f"attend fisher-head-{name}": 2048 for name in _LATENTS}  # once a block
 ARCHS = (80, 90, 100)
 FAMILIES = (
     *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit"),
@@ -43,7 +44,8 @@ FAMILIES = (
     *("lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "higgs-head-2bit"),
     *("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post", "polar-paper", "polar-3bit", "fisher-head-2.5bit"),
 )
-PAGES = ("kivi-2bit-g128", "kivi-2bit", "quarot-head-2bit")  # over a serving engine's pages as well
+# over a serving engine's pages as well
+PAGES = ("kivi-2bit-g128", "kivi-2bit", "quarot-head-2bit", "fisher-head-2.5bit")
 
 
 def attends(
@@ -79,6 +81,7 @@ def attends_pages(recipe: Recipe):
     """A decode step over a serving engine's pages of this recipe, as the host would launch it."""
     size, heads, ratio, batch, splits = 128, 8, 4, 2, 32
     geometry, tokens = Geometry(1, heads, size), recipe.window.block
+    recipe = counted(recipe, geometry)
     read = layouts(recipe, geometry)
     orders = dict(zip(ROLES, (one and one.order for one in read), strict=True))
     page = page_of(recipe, 0, geometry, torch.bfloat16, orders)
@@ -88,7 +91,8 @@ def attends_pages(recipe: Recipe):
         table = torch.zeros(batch, 256, dtype=torch.int32)
         schemes = []
         for one, role in zip(read, ROLES, strict=True):
-            schemes.append(replace(one, addresses=launch.Pages.of(views[role], one.names, table)))
+            mean = None if recipe.scheme(0, role).predict is None else torch.zeros(geometry.width)
+            schemes.append(replace(one, addresses=launch.Pages.of(views[role], one.names, table), mean=mean))
         tails, sinks = (
             torch.zeros(8, 2, count, geometry.width, dtype=torch.bfloat16) for count in (tokens, recipe.window.sinks)
         )
@@ -97,7 +101,7 @@ def attends_pages(recipe: Recipe):
         rope = None
         if recipe.key.predict is not None:
             starts = torch.zeros(batch, dtype=torch.int32)
-            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, tokens, 8, starts)
+            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, tokens, 8, starts, segment_of(recipe))
         launch.attend(q, *schemes, exact, lengths, None, size**-0.5, splits, rope)
 
     return call

@@ -6,7 +6,9 @@ kvq takes gets the class of its page (`_backend_of`), which has its bytes. Layer
 that does not attend to all tokens keeps vLLM's own cache and attention, as do layers of a draft, which vLLM makes once
 those of the model have their weights. What a worker serves (`Served`) is loaded once.
 
-Pinned to vLLM 0.32 and 0.33: `customize_spec` is marked temporary there.
+Pinned to vLLM 0.32 and 0.33: `customize_spec` is marked temporary there, and alone sets the spec of a layer;
+`register_kv_cache_spec` sets the manager of a class of specs. No step is captured whole: vLLM then captures the pieces
+between attention.
 """
 
 from collections.abc import Sequence

@@ -108,7 +108,7 @@ class Server(Process):
         )  # fmt: skip
 
     def complete(self, tokens: list[int], **settings: Any) -> dict[str, Any]:
-        with urllib.request.urlopen(self.request(tokens, **settings), timeout=300) as answer:
+        with urllib.request.urlopen(self.request(tokens, **settings), timeout=PATIENCE) as answer:
             return json.load(answer)
 
     def metric(self, name: str) -> float:
