@@ -84,7 +84,7 @@ def bytes_of(lanes_NQrJ: Tensor) -> Tensor:
 
 @constant(8)
 def table(device: torch.device) -> Tensor:
-    """Return what four codes of each width stand for, a word to a row: points of a Gaussian, then even steps about 0."""
+    """Return what four codes of each width stand for, a word a row: points of a Gaussian, then even steps about 0."""
     parts, even = list[Tensor](), list[Tensor]()
     for bits, rows in _ROWS.items():
         place = torch.arange(rows) ^ _ZERO[bits]

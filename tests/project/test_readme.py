@@ -30,7 +30,7 @@ def blocks(language: str) -> list[str]:
 def test_the_block_runs_without_an_artifact_and_its_figures_are_the_readmes(monkeypatch, capsys):
     """Then the way that it names to load an artifact, with one of random tensors in the registry."""
     monkeypatch.chdir(ROOT)
-    (first,) = blocks("python")
+    first, _ = blocks("python")
     names: dict = {}
     exec(compile(first, "README.md", "exec"), names)
     report = names["cache"].memory_report()
@@ -88,6 +88,15 @@ def test_every_extra_has_a_row_or_is_for_contributors():
         re.findall(r"Extras for this work: `(\w+)`.*?`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())[0]
     )
     assert rows | contributors == set(PROJECT["optional-dependencies"]) and not rows & contributors
+
+
+def test_the_second_block_loads_a_calibrated_cache(qwen, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    imports = [line for line in blocks("python")[0].splitlines() if line.startswith("from ")]
+    names: dict = {}
+    exec(compile("\n".join([*imports, blocks("python")[1]]), "README.md", "exec"), names)
+    names["model"].generate(**names["model"].dummy_inputs, past_key_values=names["cache"], max_new_tokens=2)
+    assert names["cache"].memory_report().recipe == "fisher-3bit"
 
 
 @pytest.mark.slow
