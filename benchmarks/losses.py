@@ -66,8 +66,7 @@ def table(model: str, found: Found) -> Iterator[str]:
     for recipe in names(found):
         cells = [found.get((recipe, text)) for text in TEXTS.values()]
         bits = next(cell["bits"] for cell in cells if cell)
-        shown = [f"{100 * cell['relative']:+.1f}% ± {100 * cell['relative_se']:.1f}, {cell['kl']:.2g}" if cell else ""
-                 for cell in cells]  # fmt: skip
+        shown = [figures(cell) if cell else "" for cell in cells]
         whole = [cell for cell in cells if cell]
         mean = f"{100 * fmean(cell['relative'] for cell in whole):+.1f}%, {fmean(cell['kl'] for cell in whole):.2g}"
         yield f"| `{recipe}` | {bits:.2f} | {' | '.join([*shown, mean])} |"
@@ -94,6 +93,13 @@ def served(recipe: Recipe) -> bool:
     except ValueError:
         return False
     return True
+
+
+def figures(cell: dict[str, Any]) -> str:
+    """Return perplexity against 16 bit with its standard error, if there are several windows, and divergence."""
+    error = cell["relative_se"]
+    spread = "" if error is None else f" ± {100 * error:.1f}"
+    return f"{100 * cell['relative']:+.1f}%{spread}, {cell['kl']:.2g}"
 
 
 def family(recipe: str) -> str:
