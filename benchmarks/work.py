@@ -73,9 +73,8 @@ def humaneval_sheets(tokenizer: Any, data: Path, every: int) -> Iterator[Sheet]:
     """Complete functions."""
     with gzip.open(data, "rt", encoding="utf-8") as lines:
         problems = [json.loads(line) for line in lines][::every]
-    texts = []
+    (before, after), texts = chat(tokenizer, ""), []
     for problem in problems:
-        before, after = chat(tokenizer, "")
         prompt = before + humaneval.ask(problem) + after + humaneval.begin(problem)
         texts.append((prompt, Task(problem["task_id"], partial(humaneval.solves, problem))))
     yield from in_batches(texts, most=256, stops=humaneval.STOPS)
