@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,7 +156,8 @@ class Reference(Path):
         first, *rest = store.sizes
         sizes = [first - hidden, *rest, p_YNX.shape[2] - store.encoded + hidden]
         *parts, exact = p_YNX.split_with_sizes(sizes, -1)
-        reader, mixed = store.codecs[1].packed_reader, list[Tensor]()
+        reader: Any = store.codecs[1].packed_reader  # of values, which has `mix`
+        mixed = list[Tensor]()
         if reader is not None and p_YNX.shape[1] <= _PACKED:
             for part, blocks in zip(parts, store.packed(1, hidden), strict=True):
                 mixed.append(reader.mix(part, blocks))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.block_input import Context, side_by_side
+from kvq_runtime.codec.channel_reader import ChannelReader, channel_reader
 from kvq_runtime.codec.latent_reader import LatentReader
 from kvq_runtime.codec.matrices import matrices, stored_places
 from kvq_runtime.codec.packed import PackedReader, packed_reader
@@ -96,13 +97,17 @@ class Codec:
         self._forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
         self.packed_reader = self._reader(device)
 
-    def _reader(self, device: torch.device) -> PackedReader | LatentReader | None:
+    def _reader(self, device: torch.device) -> PackedReader | ChannelReader | LatentReader | None:
         """Return the reader of its packed blocks; None: keys before RoPE, and all that is predicted, are decoded."""
         if self.unrotated and not self.segment:
             return None
         scheme, mean, back = self.scheme, self._own["predict"].get("mean"), self.back
         if not scheme.quantize.takes_latents:
-            return None if self.unrotated else packed_reader(scheme, self.geometry, back, device)
+            if self.unrotated:
+                return None
+            if self.role == "key" and scheme.axis == "channel":
+                return channel_reader(scheme, self.block, self.geometry, device)
+            return packed_reader(scheme, self.geometry, back, device)
         if back is None or "deviation" not in self._own["quantize"] or self._carried or scheme.correct is not None:
             return None
         mean = torch.zeros(self.geometry.width, device=device) if mean is None else mean

@@ -23,7 +23,6 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary, Waves
-from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.vllm.exact import Copies, ExactStep, Piece
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
@@ -68,9 +67,7 @@ class PagedLayer:
     ):
         self.codecs: dict[Role, Codec] = dict(zip(ROLES, codecs, strict=True))
         self.page, self.geometry, self.rotary, self.sinks, self.reader = page, geometry, rotary, sinks, reader
-        scheme, self._stamp = codecs[0].scheme, 1 + index % 100
-        bare = scheme.rotate is scheme.predict is scheme.correct is None
-        self._by_channel = bare and scheme.axis == "channel" and not (scheme.fitted or codecs[0].unrotated)
+        self._stamp = 1 + index % 100
         self._cache: Tensor | None = None
         self._raw_BX = torch.empty(0)
         self._views: dict[Role, Fields] = {}
@@ -157,8 +154,6 @@ class PagedLayer:
         reader: Any = self.codecs["key"].packed_reader
         if reader is not None and q_YMD.shape[1] <= PACKED:
             return reader.scores(q_YMD, reader.view_blocks(self._fields("key", run), 0), partial(self._angles, run))
-        if self._by_channel:
-            return self._scores_by_channel(q_YMD, run)
         return torch.bmm(q_YMD, self._decoded("key", run).mT)
 
     def mix(self, p_YMT: Tensor, run: Run) -> Tensor:
@@ -179,25 +174,6 @@ class PagedLayer:
             self._read = run, self.page.views(raw_PX)
         shape = run.columns_RP.shape
         return self.page.collected(role, {name: x.unflatten(0, shape) for name, x in self._read[1][role].items()})
-
-    def _scores_by_channel(self, q_YMD: Tensor, run: Run) -> Tensor:
-        """Return q · k of keys that are encoded channel by channel, and decoded so, without a copy of them by token.
-
-        Those that are rounded between two ends are decoded about the middle, whose share of scores groups have alone.
-        """
-        quantize: Any = self.codecs["key"].scheme.quantize
-        (rows, pages), size = run.columns_RP.shape, self.geometry.head_size
-        fields = {name: x.flatten(0, 1) for name, x in self._fields("key", run).items()}
-        low = fields.pop("low", None) if isinstance(quantize, Rtn) else None
-        k_PCN = quantize.decode(fields, self.page.tokens, self.geometry, {})
-        q_ZMD = q_YMD.unflatten(0, (rows, 1, -1)).expand(-1, pages, -1, -1, -1).flatten(0, 2)  # Z = R · P · H
-        s_ZMN = torch.bmm(q_ZMD, k_PCN.view(-1, size, self.page.tokens))
-        if low is not None:
-            middle_PCG = torch.add(low.float(), fields["step"].float(), alpha=(2**quantize.bits - 1) / 2)
-            s_ZMG1 = torch.bmm(q_ZMD, middle_PCG.view(len(q_ZMD), size, -1))[..., None]
-            s_ZMN.unflatten(-1, (s_ZMG1.shape[2], -1)).add_(s_ZMG1)
-        s_RPHMN = s_ZMN.unflatten(0, (rows, pages, -1))
-        return s_RPHMN.permute(0, 2, 3, 1, 4).flatten(3, 4).flatten(0, 1)
 
     def _decoded(self, role: Role, run: Run) -> Tensor:
         """Return keys or values of a run, [Y, P · N, D], float32."""

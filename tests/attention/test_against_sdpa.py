@@ -97,7 +97,7 @@ def test_padded_rows_see_their_own_tokens_only(name, case):
         assert error(out, expected) < 6e-3
 
 
-@pytest.mark.parametrize("name", ["rtn-2bit", "rtn-8bit", "higgs-2bit", "turboquant-3bit"])
+@pytest.mark.parametrize("name", ["rtn-2bit", "rtn-8bit", "higgs-2bit", "turboquant-3bit", "kivi-2bit"])
 def test_plain_codes_are_never_decoded(name):
     cache = make(RECIPES[name])
     x = tensors(200)
