@@ -126,7 +126,7 @@ def panel(axis: Axes, model: str, found: Found) -> None:
     axis.set_yscale("log")
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.margins(x=0.12)
+    axis.margins(x=0.16)
     axis.set_title(model, loc="left", fontsize=10)
     axis.set_xlabel("bits per key or value element", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
@@ -141,7 +141,9 @@ def main() -> None:
     models = losses(LOSSES)
     print("\n".join(summary(models)), end="\n\n")
     figure = Figure(figsize=(5.2 * len(models), 4.6), layout="constrained")
-    for axis, (model, found) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
+    for axis, (model, found) in zip(
+        figure.subplots(1, len(models), squeeze=False, sharey=True)[0], models.items(), strict=True
+    ):
         panel(axis, model, found)
         print("\n".join(table(model, found)), end="\n\n")
     figure.supylabel("KL divergence from 16 bit, nats a token", fontsize=9)
