@@ -11,6 +11,8 @@ from kvq_runtime.store.memory import asymptotic_bits
 REFERENCE_MODEL = MODELS["qwen2.5-7b"]
 SHOWN = ("bits", "dim", "size", "group", "range", "scale", "levels")  # settings of a quantizer that are always stated
 
+MOST = 3  # layers of their own that are written out
+
 
 def artifact_record(artifact: Artifact) -> dict[str, Any]:
     """Return the fields of an artifact, with number and bytes of its tensors."""
@@ -31,7 +33,9 @@ def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
     """
     window, widest = recipe.window, recipe.widest.window.recent
     recent = f"{window.recent}-{widest}" if widest > window.recent else window.recent
-    others = {layer: " | ".join(map(stages, pair)) for layer, pair in recipe.layers.items()}
+    layers = [f"{layer}: {' | '.join(map(stages, pair))}" for layer, pair in recipe.layers.items()]
+    if len(layers) > MOST:
+        layers = [layers[0], f"and {len(layers) - 1} more of their own (kvq show --json)"]
     return {
         "name": recipe.name,
         "position": recipe.position,
@@ -39,7 +43,7 @@ def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
         "fitted": "online" if recipe.fits_prompt else recipe.fitted,
         "keys": stages(recipe.key),
         "values": stages(recipe.value) if recipe.value != recipe.key else "as keys",
-        "layers": "; ".join(f"{layer}: {text}" for layer, text in others.items()),
+        "layers": "; ".join(layers),
         "window": f"{window.sinks}/{recent}/{window.block}",
         "summary": recipe.summary,
     }
