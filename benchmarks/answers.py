@@ -93,17 +93,16 @@ class Answers:
 
     def to(self, prompts: Prompts, candidate: Candidate | None) -> list[list[int]]:
         """Return the tokens of the answer to each task of the sheet; `prompts` has a row of each, or one of all."""
-        sheet, mask_BT = self.sheet, prompts.inputs["attention_mask"]
+        sheet, whole = self.sheet, prompts.cached(self.model, candidate)
         if not sheet.tasks[0].question:
-            return self._continue(prompts.cached(self.model, candidate), mask_BT, prompts.last_B1)
-        answers, cache, before = [], None, prompts.last_B1
+            return self._continue(whole, prompts.inputs["attention_mask"], prompts.last_B1)
+        answers, last = [], [prompts.last_B1]
         for task in sheet.tasks:
-            if cache is None or not sheet.turns:
-                cache = prompts.cached(self.model, candidate)
+            cache = whole if sheet.turns else copy.deepcopy(whole)
             new_1T = self.tokenizer(task.question, return_tensors="pt", add_special_tokens=False).input_ids
-            new_1T = new_1T if before is None else torch.cat([before, new_1T], 1)
+            new_1T = torch.cat([*last, new_1T], 1)
             answers += self._continue(cache, new_1T.new_ones(1, cache.get_seq_length()), new_1T)
-            before = None if sheet.turns else before
+            last = [] if sheet.turns else last
         return answers
 
     @torch.inference_mode()

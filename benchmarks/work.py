@@ -4,7 +4,7 @@
         --recipes kivi-4bit qwen2.5-coder-0.5b-fisher-3bit --registry artifacts/zoo
 
     humaneval   complete a function; pass@1 (`benchmarks/humaneval.py`). DATA: HumanEval.jsonl.gz
-    needles     return the numbers of NEEDLES keys, each asked apart, in contexts of LENGTHS tokens. DATA: any text
+    needles     return the numbers of NEEDLES keys, each asked apart, in contexts of up to LENGTHS tokens. DATA: a text
     chat        return what a comment in a file says, in turns of one chat. DATA: a Python file
     gsm8k       solve a problem; the last number of the answer counts. DATA: test.jsonl of GSM8K
 
