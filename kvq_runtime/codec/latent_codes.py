@@ -59,9 +59,12 @@ class LatentCodes:
         device, stored, first = tensors["deviation"].device, sum(count for count, _ in runs), 0
         self.gains = quantize.gain_count(geometry.kv_heads) // groups if quantize.gain else 0
         self._quick = self._fits(runs)
-        self._runs = [(count, bits, self._parts(bits)) for count, bits in runs]
-        rows = [(-1, Part(quantize.gain, True, 1.0))] * self.gains
-        for count, _, parts in self._runs:
+        self._runs = [(count, self._parts(bits)) for count, bits in runs]
+        self._unit = block // (32 if self._quick else 8)  # of a channel, words or bytes of one bit
+        self._sizes = [count * bits * self._unit for count, bits in runs]
+        self._gain = Part(quantize.gain, True, 1.0)
+        rows = [(-1, self._gain)] * self.gains
+        for count, parts in self._runs:
             channels = range(-(-first // groups), -(-(first + count) // groups))
             rows += [(channel, part) for part in parts for channel in channels]
             first += count
@@ -96,18 +99,14 @@ class LatentCodes:
 
     def read(self, fields: Fields) -> list[Rows]:
         """Return the rows of blocks [B, n, ...]."""
-        packed = fields["codes"].flatten(0, 1).contiguous()
-        runs, start = list[tuple[Tensor, Part]](), 0
+        packed_NX, runs = self._units(fields["codes"]), list[tuple[Tensor, Part]]()
+        blocks = len(packed_NX)
         if self.gains:
-            runs.append(
-                (fields["gain"].view(len(packed), self.gains * self.groups, -1), Part(self.quantize.gain, True, 1.0))
-            )
-        for count, bits, parts in self._runs:
-            stop = start + count * pack.packed_size(self.block, bits)
-            run_NRX = packed[:, start:stop].unflatten(1, (count, -1))
-            sizes = [pack.packed_size(self.block, part.bits) for part in parts]
+            runs.append((self._units(fields["gain"]).view(blocks, self.gains * self.groups, -1), self._gain))
+        for run_NX, (count, parts) in zip(packed_NX.split_with_sizes(self._sizes, 1), self._runs, strict=True):
+            run_NRX = run_NX.view(blocks, count, -1)
+            sizes = [part.bits * self._unit for part in parts]
             runs += zip(run_NRX.split_with_sizes(sizes, 2), parts, strict=True)
-            start = stop
         y_Xjs = self._quads(runs) if self._quick else self._points(runs)
         if not self.gains:
             return [Rows(rows, y_Xjs[:, rows], None) for rows, _ in self._slices]
@@ -116,10 +115,17 @@ class LatentCodes:
         gain_XGs = torch.addcmul(self._middle_QG1, code_VQGs, self._step_QG1).exp_().flatten(0, 1)
         return [Rows(rows, y_Xjs[:, rows], gain_XGs[:, gain : gain + 1]) for rows, gain in self._slices]
 
+    def _units(self, packed: Tensor) -> Tensor:
+        """Return a field [B, n, ...] as words, or bytes, of blocks, [N, X]."""
+        packed_NX = packed.flatten(0, 1).flatten(1).contiguous()
+        if not self._quick:
+            return packed_NX
+        return (packed_NX.clone() if packed_NX.storage_offset() % 4 else packed_NX).view(torch.int32)
+
     def _quads(self, runs: list[tuple[Tensor, Part]]) -> Tensor:
         """Return all rows, gains first, [X, j, s]."""
-        words = [(packed_NRX.view(torch.int32), part.bits) for packed_NRX, part in runs]
-        low_NQjk, high_NQjk = (self._by_group(each) for each in quads.lanes(words))
+        lanes = quads.lanes([(words_NRX, part.bits) for words_NRX, part in runs])
+        low_NQjk, high_NQjk = (self._by_group(each) for each in lanes)
         places_N4Qjk = quads.bytes_of(low_NQjk).add_(quads.bytes_of(high_NQjk), alpha=256).add_(self._start_jk)
         words = quads.table(places_N4Qjk.device).index_select(0, places_N4Qjk.view(-1))
         return words.view(torch.float32).view(-1, places_N4Qjk.shape[3], self.block // QUARTERS)

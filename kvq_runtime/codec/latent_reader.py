@@ -21,10 +21,9 @@ from torch import Tensor
 
 from kvq_runtime.codec.latent_codes import QUARTERS, LatentCodes
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops.rope import Waves
 from kvq_runtime.stages.stage import Scheme, Tensors
 
-Angles = Callable[[int], tuple[Waves | None, Waves]]  # tokens of a segment, 0: none → `rope.by_segment`
+Angles = Callable[[int], tuple[Tensor | None, Tensor]]  # tokens of a segment, 0: none → `rope.by_segment`
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class LatentReader:
         mixed = out_BHND + p_YNT.sum(-1).view(batch, heads, -1, 1) * self._mean_HD[:, None]
         return mixed.flatten(0, 1)
 
-    def _turned(self, q_BHND: Tensor, waves_BSW: Waves) -> Tensor:
+    def _turned(self, q_BHND: Tensor, waves_BSW: Tensor) -> Tensor:
         """Return (σ ∘ Dᵀ R_-τ q) for the middle τ of every segment, [B, S, H, N, r]: a product with cosines and sines.
 
         Cosines of a pair of channels are multiplied by both channels' parts of the product with D; sines by the parts
@@ -133,7 +132,7 @@ class LatentReader:
             u_BSHNr += (q_BHND[..., 2 * half :] @ self.turn[:, 2 * half :])[:, None]
         return u_BSHNr
 
-    def _of_mean(self, q_BHND: Tensor, waves_BTW: Waves) -> Tensor:
+    def _of_mean(self, q_BHND: Tensor, waves_BTW: Tensor) -> Tensor:
         """Return q · R_t μ, [Y, N, T]: a product with cosines and sines."""
         half, mean_HD = waves_BTW.shape[2] // 2, self._mean_HD[:, None]
         (q, r), (m, n) = ((x[..., :half], x[..., half : 2 * half]) for x in (q_BHND, mean_HD))

@@ -15,7 +15,6 @@ from torch import Tensor
 from kvq_runtime.families import FULL
 
 Pair = tuple[Tensor, Tensor]
-Waves = Tensor  # cos and sin side by side, float32 [B or 1, N, 2K]
 
 # transformers' rope_type: of frequencies that are the same for every text, and of those that change with its length
 FIXED_TYPES = ("default", "linear", "llama3", "yarn")
@@ -79,8 +78,9 @@ def of_middles(tables: Pair, segment: int) -> Pair:
     return tables[0][:, slot_T], tables[1][:, slot_T]
 
 
-def by_segment(tables: Pair, segment: int) -> tuple[Waves | None, Waves]:
-    """Return cos and sin side by side, of the middles of segments, or None with segment 0, and of the tokens."""
+def by_segment(tables: Pair, segment: int) -> tuple[Tensor | None, Tensor]:
+    """Return cos and sin side by side, float32, of the middles of segments, [N, S, 2K], or None with segment 0, and of
+    the tokens, [N, T, 2K]."""
     waves = torch.cat([table.float() for table in tables], -1)
     return (torch.cat(of_middles(tables, segment), -1)[:, ::segment].float() if segment else None), waves
 

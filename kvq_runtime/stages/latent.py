@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import latent, pack, trellis
+from kvq_runtime.ops import latent, pack, token_gain, trellis
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
@@ -328,32 +328,15 @@ class Mixed(Quantizer):
 
         Of a trellis the error is taken to be that of Lloyd–Max codes: a path is searched once, for the gains chosen.
         """
-        ends_G2, codes = tensors["gain_ends"].view(-1, 2), list[Tensor]()
+        ends_G2, steps = tensors["gain_ends"].view(-1, 2), self.codebook == "stepped"
         index_R = self.gain_index(self.stored(width), len(ends_G2)).to(z_NRT.device)
-        for group, ends_2 in enumerate(ends_G2):
-            levels = latent.gains(ends_2, self.gain)
-            error_LNT = z_NRT.new_zeros(len(levels), len(z_NRT), z_NRT.shape[-1])
-            for part, bits, scales in self._parts(width, tensors):
-                deviation_R, z_NrT = scales["deviation"], z_NRT[:, part]
-                if len(ends_G2) > 1:
-                    own = (index_R[part] == group).nonzero()[:, 0]
-                    deviation_R, z_NrT = deviation_R[own], z_NrT[:, own]
-                error_LNT += latent.errors_with_gains(z_NrT, deviation_R, bits, levels, self.codebook == "stepped")
-            codes.append(error_LNT.argmin(0).to(torch.uint8))
-        return torch.stack(codes, 1)
+        parts = ((part, bits, scales["deviation"]) for part, bits, scales in self._parts(width, tensors))
+        return token_gain.best(z_NRT, parts, ends_G2, self.gain, index_R, steps)
 
     def gains_of(self, codes_NGT: Tensor, tensors: Tensors, width: int) -> Tensor:
         """Return the gains of stored channels, float32 [N, R, T], from their codes."""
-        gain_NGT, stored = self._by_gain(codes_NGT, tensors), self.stored(width)
-        gains = gain_NGT.shape[1]
-        if gains == 1:
-            return gain_NGT.expand(-1, stored, -1)
-        return gain_NGT[:, self.gain_index(stored, gains).to(codes_NGT.device)]
-
-    def _by_gain(self, codes_NGT: Tensor, tensors: Tensors) -> Tensor:
-        """Return the gains of these codes, float32 [N, G, T]."""
-        pairs = zip(tensors["gain_ends"].view(-1, 2), codes_NGT.long().unbind(1), strict=True)
-        return torch.stack([latent.gains(ends_2, self.gain)[codes_NT] for ends_2, codes_NT in pairs], 1)
+        index_R = self.gain_index(self.stored(width), codes_NGT.shape[1])
+        return token_gain.of_channels(codes_NGT, tensors["gain_ends"].view(-1, 2), self.gain, index_R)
 
     def _parts(self, width: int, tensors: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
         """Return the channels of each run, their bits, and what scales them."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.ops import rope
-from kvq_runtime.ops.rope import Rotary, Waves
+from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.store.storage import storage_bytes
 
 
@@ -27,7 +27,7 @@ class Positions:
         self.positions_BT: Tensor | None = None
         self.rotary: Rotary | None = None
         self._spread: dict[tuple, tuple[Tensor, Tensor]] = {}
-        self._segments: dict[tuple[int, int, int], tuple[Waves | None, Waves]] = {}
+        self._segments: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
         self._sources: dict[tuple[int, int, int], Tensor | None] = {}
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
         self._complete: dict[int, int] = {}
@@ -196,7 +196,7 @@ class Positions:
             self._spread[key] = (cos.to(dtype), sin.to(dtype))
         return self._spread[key]
 
-    def by_segment(self, start: int, stop: int, segment: int) -> tuple[Waves | None, Waves]:
+    def by_segment(self, start: int, stop: int, segment: int) -> tuple[Tensor | None, Tensor]:
         """Return `rope.by_segment` of the slots; kept for the layers above."""
         key = start, stop, segment
         if key not in self._segments:

@@ -22,7 +22,7 @@ from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
-from kvq_runtime.ops.rope import Rotary, Waves
+from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.vllm.exact import Copies, ExactStep, Piece
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
@@ -42,7 +42,7 @@ class Run:
     columns_RP: Tensor
     first: int
     unseen_RQT: Tensor | None
-    angles: list[tuple[Waves | None, Waves]] = field(default_factory=list)
+    angles: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)
 
 
 class PagedLayer:
@@ -221,7 +221,7 @@ class PagedLayer:
         assert tables is not None, "keys before RoPE without the model's rotation"
         return rope.rotate(x_NTC.float().unflatten(-1, (self.geometry.kv_heads, -1)), *tables).flatten(-2)
 
-    def _angles(self, run: Run, segment: int) -> tuple[Waves | None, Waves]:
+    def _angles(self, run: Run, segment: int) -> tuple[Tensor | None, Tensor]:
         """Return the angles of a run's tokens, as `Positions.by_segment`."""
         if not run.angles:
             assert self.rotary is not None, "keys by segment without the model's rotation"
