@@ -140,13 +140,9 @@ def test_what_cannot_be_served_stops_the_start(reference: str, message: str, tmp
 
 
 def test_preempted_requests_answer_as_alone(tmp_path: Path, text: list[int]):
-    """More requests than pages: vLLM drops some and computes them again, in other pages, with other first tokens.
-
-    The model is traced as one graph, as without --enforce-eager, and run by torch in place of compiled code.
-    """
+    """More requests than pages: vLLM drops some and computes them again, in other pages, with other first tokens."""
     prompts = [text[100 * n : 100 * n + 90] for n in range(8)]
-    options = "--max-num-seqs", "8", "--no-enforce-eager"
-    with served(tmp_path, BY_TOKEN, 1 << 20, *options, VLLM_CPU_CI_ENV="1") as tight:
+    with served(tmp_path, BY_TOKEN, 1 << 20, "--max-num-seqs", "8") as tight:
         alone = [tight.complete(prompt, max_tokens=300)["choices"][0] for prompt in prompts]
         assert tight.metric("vllm:num_preemptions_total") == 0
         with ThreadPoolExecutor(8) as pool:
