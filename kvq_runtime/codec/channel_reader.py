@@ -11,13 +11,13 @@ H · W tokens of a group
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import PackedCodes
 from kvq_runtime.stages.stage import Scheme
 
@@ -33,12 +33,15 @@ class ChannelBlocks:
 
 @dataclass(frozen=True)
 class ChannelReader:
-    """Scores of one codec's keys without decoding them."""
+    """Scores of one codec's keys without decoding them.
+
+    turn   the place, in a group as it is read, of each token, int64; None: groups are read in order
+    """
 
     geometry: Geometry
     packed: PackedCodes
+    turn: Tensor | None
     by_group: ClassVar[bool] = False  # how slabs lie
-    turn: ClassVar[None] = None
 
     def view_blocks(self, fields: Mapping[str, Tensor], first: int) -> ChannelBlocks:
         """Return the blocks [B, n, C, M, ...] of a run, from token `first` on."""
@@ -56,18 +59,12 @@ class ChannelReader:
         q_B11HND = q_YND.view(batch, 1, 1, heads, -1, size)
         u_BnMHND = q_B11HND * step_BnCM.mT.contiguous().float().unflatten(3, (heads, 1, size))
         s_ZNW = torch.bmm(u_BnMHND.flatten(0, 3), y_ZDW)
-        s_ZNW = s_ZNW if self._place is None else s_ZNW.index_select(2, self._place)
+        s_ZNW = s_ZNW if self.turn is None else s_ZNW.index_select(2, self.turn)
         s_BHNnMW = s_ZNW.unflatten(0, (batch, blocks, groups, heads)).permute(0, 3, 4, 1, 2, 5)
         if low_BnCM is not None:
             low_YDX = low_BnCM.float().unflatten(2, (heads, size)).permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 1)
             s_BHNnMW = s_BHNnMW + torch.bmm(q_YND, low_YDX).view(*s_BHNnMW.shape[:5], 1)
         return s_BHNnMW.flatten(3).flatten(0, 1)[..., packed_blocks.first :]
-
-    @cached_property
-    def _place(self) -> Tensor | None:
-        """The place, in a group as it is read, of each token."""
-        order = self.packed.order
-        return None if order is None or torch.equal(order, torch.arange(len(order))) else order.argsort()
 
 
 def channel_reader(scheme: Scheme, block: int, geometry: Geometry, device: torch.device) -> ChannelReader | None:
@@ -75,4 +72,14 @@ def channel_reader(scheme: Scheme, block: int, geometry: Geometry, device: torch
     if scheme.axis != "channel" or any((scheme.rotate, scheme.predict, scheme.correct)):
         return None
     codes = scheme.quantize.packed(block, geometry, device)
-    return None if codes is None or codes.order is None else ChannelReader(geometry, codes)
+    if codes is None or codes.order is None:
+        return None
+    order = codes.order.tolist()
+    place = None if order == sorted(order) else _inverse(tuple(order), device)
+    return ChannelReader(geometry, codes._replace(order=None), place)
+
+
+@constant(8)
+def _inverse(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the inverse of a permutation, int64, which all readers share."""
+    return torch.tensor(order).argsort().to(device)
