@@ -3,7 +3,7 @@
     python -m benchmarks.losses benchmarks/records/losses.png > table.md
 
 It reads LOSSES: lines of `kvq eval NAME ... --protocol full --output FILE`. A cell is perplexity against 16 bit and KL
-divergence in nats; a mean is of the texts that all recipes of a model were measured on.
+divergence in nats; a mean is of all four texts.
 """
 
 import argparse
@@ -67,9 +67,16 @@ def table(model: str, found: Found) -> Iterator[str]:
         cells = [found.get((recipe, text)) for text in TEXTS.values()]
         bits = next(cell["bits"] for cell in cells if cell)
         shown = [figures(cell) if cell else "" for cell in cells]
-        whole = [cell for cell in cells if cell]
-        mean = f"{100 * fmean(cell['relative'] for cell in whole):+.1f}%, {fmean(cell['kl'] for cell in whole):.2g}"
-        yield f"| `{recipe}` | {bits:.2f} | {' | '.join([*shown, mean])} |"
+        mean = means(found, recipe)
+        yield f"| `{recipe}` | {bits:.2f} | {' | '.join([*shown, figures(mean) if mean else ''])} |"
+
+
+def means(found: Found, recipe: str) -> dict[str, Any] | None:
+    """Return the means over all four texts; None where one was not measured."""
+    cells = [found[recipe, text] for text in TEXTS.values() if (recipe, text) in found]
+    if len(cells) < len(TEXTS):
+        return None
+    return {key: fmean(cell[key] for cell in cells) for key in ("bits", "relative", "kl")}
 
 
 def summary(models: dict[str, Found]) -> Iterator[str]:
@@ -78,9 +85,8 @@ def summary(models: dict[str, Found]) -> Iterator[str]:
     for name in SUMMARY:
         cells = []
         for found in models.values():
-            whole = [found[name, text] for text in TEXTS.values() if (name, text) in found]
-            mean = [fmean(cell[key] for cell in whole) for key in ("relative", "kl")] if whole else None
-            cells.append(f"{100 * mean[0]:+.1f}%, {mean[1]:.2g}" if mean else "")
+            mean = means(found, name)
+            cells.append(figures(mean) if mean else "")
         recipe = preset(name)
         bits, read = asymptotic_bits(recipe, REFERENCE_MODEL), "yes" if read_by_kernel(recipe) else "no"
         yield f"| `{name}` | {bits:.2f} | {read} | {'yes' if served(recipe) else 'no'} | {' | '.join(cells)} |"
@@ -97,7 +103,7 @@ def served(recipe: Recipe) -> bool:
 
 def figures(cell: dict[str, Any]) -> str:
     """Return perplexity against 16 bit with its standard error, if there are several windows, and divergence."""
-    error = cell["relative_se"]
+    error = cell.get("relative_se")
     spread = "" if error is None else f" ± {100 * error:.1f}"
     return f"{100 * cell['relative']:+.1f}%{spread}, {cell['kl']:.2g}"
 
@@ -111,10 +117,10 @@ def panel(axis: Axes, model: str, found: Found) -> None:
     """Draw the mean divergence of each recipe against its bits; filled: a GPU kernel reads it packed."""
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for recipe in names(found):
-        if "+" in recipe:  # a changed preset, in the tables alone
+        mean = means(found, recipe)
+        if mean is None or "+" in recipe:  # a changed preset is in the tables alone
             continue
-        cells = [found[recipe, text] for text in TEXTS.values() if (recipe, text) in found]
-        bits, kl = cells[0]["bits"], fmean(cell["kl"] for cell in cells)
+        bits, kl = mean["bits"], mean["kl"]
         color = LINES.get(family(recipe), "0.45")
         filled = color if read_by_kernel(recipe_text.read(recipe)) else "white"
         axis.plot(bits, kl, "o", color=color, markerfacecolor=filled, markersize=6, zorder=3)
