@@ -20,10 +20,9 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.artifact.describe import REFERENCE_MODEL
-from kvq_runtime.attention.fused import layouts
-from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.cli.recipes import readers
+from kvq_runtime.recipe import preset
 from kvq_runtime.store.memory import asymptotic_bits
-from kvq_runtime.vllm.plugin import check_recipe
 
 LOSSES = Path("benchmarks/results/real/losses.jsonl")
 TEXTS = {
@@ -55,11 +54,6 @@ def names(found: Found) -> list[str]:
     return sorted(bits, key=lambda recipe: (bits[recipe], recipe))
 
 
-def read_by_kernel(recipe: Recipe) -> bool:
-    """Return whether a GPU kernel reads the recipe's packed blocks, of heads of 128."""
-    return not recipe.policies and None not in layouts(recipe, REFERENCE_MODEL, 1)
-
-
 def table(model: str, found: Found) -> Iterator[str]:
     """Return the lines of a model's table."""
     yield from (f"| {model} | bits | {' | '.join([*TEXTS.values(), 'mean'])} |", "|---" * (len(TEXTS) + 3) + "|")
@@ -88,17 +82,9 @@ def summary(models: dict[str, Found]) -> Iterator[str]:
             mean = means(found, name)
             cells.append(figures(mean) if mean else "")
         recipe = preset(name)
-        bits, read = asymptotic_bits(recipe, REFERENCE_MODEL), "yes" if read_by_kernel(recipe) else "no"
-        yield f"| `{name}` | {bits:.2f} | {read} | {'yes' if served(recipe) else 'no'} | {' | '.join(cells)} |"
-
-
-def served(recipe: Recipe) -> bool:
-    """Return whether vLLM serves the recipe."""
-    try:
-        check_recipe(recipe)
-    except ValueError:
-        return False
-    return True
+        bits, by = asymptotic_bits(recipe, REFERENCE_MODEL), readers(recipe)
+        kernel, vllm = ("yes" if yes else "no" for yes in (by["kernel"], by["vllm"] != "no"))
+        yield f"| `{name}` | {bits:.2f} | {kernel} | {vllm} | {' | '.join(cells)} |"
 
 
 def figures(cell: dict[str, Any]) -> str:
@@ -122,7 +108,7 @@ def panel(axis: Axes, model: str, found: Found) -> None:
             continue
         bits, kl = mean["bits"], mean["kl"]
         color = LINES.get(family(recipe), "0.45")
-        filled = color if read_by_kernel(recipe_text.read(recipe)) else "white"
+        filled = color if readers(recipe_text.read(recipe))["kernel"] else "white"
         axis.plot(bits, kl, "o", color=color, markerfacecolor=filled, markersize=6, zorder=3)
         axis.annotate(recipe, (bits, kl), (5, 3), textcoords="offset points", fontsize=7, color="0.25")
         lines[family(recipe)].append((bits, kl))

@@ -49,7 +49,7 @@ def run_recipes(args: Namespace) -> int:
         return _show_recipe(args)
     chosen = by_family[args.name] if args.name else [recipe for members in by_family.values() for recipe in members]
     chosen = sorted(chosen, key=lambda recipe: asymptotic_bits(recipe, describe.REFERENCE_MODEL))
-    rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) | _readers(recipe) for recipe in chosen]
+    rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) | readers(recipe) for recipe in chosen]
     if args.json:
         rows = [row | {"settings": recipe.to_json()} for row, recipe in zip(rows, chosen, strict=True)]
         print_table(rows, json=True)
@@ -63,7 +63,7 @@ def run_recipes(args: Namespace) -> int:
     return 0
 
 
-def _readers(recipe: Recipe) -> dict[str, Any]:
+def readers(recipe: Recipe) -> dict[str, Any]:
     """Return whether a kernel reads all layers of a recipe under kvq attention, and what reads its pages in vLLM."""
     geometry = describe.REFERENCE_MODEL
     layers = range(geometry.layers)
@@ -78,7 +78,7 @@ def _readers(recipe: Recipe) -> dict[str, Any]:
 def _show_recipe(args: Namespace) -> int:
     recipe = recipe_text.read(args.name)
     row = describe.recipe_row(recipe, describe.REFERENCE_MODEL)
-    row["vllm"] = _readers(recipe)["vllm"]
+    row["vllm"] = readers(recipe)["vllm"]
     row["decode"] = fused.refusal(recipe, describe.REFERENCE_MODEL) or "packed codes, by a kernel"
     if args.json:
         print_record(row | {"settings": recipe.to_json()}, json=True)
