@@ -6,7 +6,7 @@ block are those of tokens that are really encoded. Cache, calibration and error 
 S = slots that are filled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +15,15 @@ from torch import Tensor
 
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Pair
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """A run of blocks that a reader takes packed: fields [B, n, ...], without the first tokens of the first block."""
+
+    fields: Mapping[str, Tensor]
+    first: int
+    tokens: int
 
 
 @dataclass(frozen=True)

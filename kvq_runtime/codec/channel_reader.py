@@ -16,19 +16,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvq_runtime.codec.block_input import BlockRun
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import PackedCodes
 from kvq_runtime.stages.stage import Scheme
-
-
-@dataclass(frozen=True)
-class ChannelBlocks:
-    """A run of blocks as a ChannelReader reads it: fields [B, n, ...], without the first tokens of the first block."""
-
-    fields: Mapping[str, Tensor]
-    first: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -43,12 +35,12 @@ class ChannelReader:
     turn: Tensor | None
     by_group: ClassVar[bool] = False  # how slabs lie
 
-    def view_blocks(self, fields: Mapping[str, Tensor], first: int) -> ChannelBlocks:
+    def view_blocks(self, fields: Mapping[str, Tensor], first: int) -> BlockRun:
         """Return the blocks [B, n, C, M, ...] of a run, from token `first` on."""
         _, blocks, _, groups, _ = fields["codes"].shape
-        return ChannelBlocks(fields, first, blocks * groups * self.packed.group - first)
+        return BlockRun(fields, first, blocks * groups * self.packed.group - first)
 
-    def scores(self, q_YND: Tensor, packed_blocks: ChannelBlocks, angles: object = None) -> Tensor:
+    def scores(self, q_YND: Tensor, packed_blocks: BlockRun, angles: object = None) -> Tensor:
         """Return q · k for every token of the blocks: [Y, N, T]. `angles` are for readers whose keys turn."""
         # group by group, so that what a product reads lies together
         codes_BnMCX = packed_blocks.fields["codes"].transpose(2, 3).contiguous()

@@ -12,27 +12,18 @@ of these · S segments of s tokens.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.codec.block_input import BlockRun
 from kvq_runtime.codec.latent_codes import QUARTERS, LatentCodes
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.stages.stage import Scheme, Tensors
 
 Angles = Callable[[int], tuple[Tensor | None, Tensor]]  # tokens of a segment, 0: none → `rope.by_segment`
-
-
-@dataclass(frozen=True)
-class LatentBlocks:
-    """A run of blocks as a LatentReader reads it: fields [B, n, ...], without the first tokens of the first block."""
-
-    fields: Mapping[str, Tensor]
-    first: int
-    tokens: int
 
 
 class LatentReader:
@@ -64,11 +55,11 @@ class LatentReader:
         self.turn = folded_HDR[..., self.codes.channel_j] * self.codes.factor_j
         self._mean_HD = mean.unflatten(0, (heads, -1))
 
-    def view_blocks(self, fields: Mapping[str, Tensor], first: int) -> LatentBlocks:
+    def view_blocks(self, fields: Mapping[str, Tensor], first: int) -> BlockRun:
         """Return the blocks [B, n, ...] of a run, from token `first` on."""
-        return LatentBlocks(fields, first, fields["codes"].shape[1] * self.codes.block - first)
+        return BlockRun(fields, first, fields["codes"].shape[1] * self.codes.block - first)
 
-    def scores(self, q_YND: Tensor, blocks: LatentBlocks, angles: Angles) -> Tensor:
+    def scores(self, q_YND: Tensor, blocks: BlockRun, angles: Angles) -> Tensor:
         """Return q · k for every token of the blocks: [Y, N, T]."""
         batch, count = blocks.fields["codes"].shape[:2]
         heads, size = self.geometry.kv_heads, self.codes.block // QUARTERS
@@ -93,7 +84,7 @@ class LatentReader:
         s_BHNxs = s_XMs.view(batch, -1, heads, q_YND.shape[1], size).permute(0, 2, 3, 1, 4)
         return s_BHNxs.flatten(3).flatten(0, 1).add_(self._of_mean(q_BHND, waves_BTW))[..., blocks.first :]
 
-    def mix(self, p_YNT: Tensor, blocks: LatentBlocks) -> Tensor:
+    def mix(self, p_YNT: Tensor, blocks: BlockRun) -> Tensor:
         """Return Σ_t p_t v_t over every token of the blocks: [Y, N, D]."""
         batch, heads, queries = len(blocks.fields["codes"]), self.geometry.kv_heads, p_YNT.shape[1]
         size, padded_YNT = self.codes.block // QUARTERS, p_YNT
