@@ -27,7 +27,7 @@ from kvq_runtime.attention.fused import segment_of
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts
-from kvq_runtime.ops import dispatch, grid, lloyd, polar, rotation, rtn, trellis
+from kvq_runtime.ops import dispatch, grid, lloyd, polar, rotation, rtn, token_gain, trellis
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.store import storage
@@ -143,6 +143,9 @@ def _ops() -> dict[str, Callable[[], Any]]:
             z[0].double(), torch.eye(64).double(), s.view(-1)[:128], s.view(-1)[:128]
         ),
         "encode path": lambda: trellis.encode_path(z, torch.ones(64), 2, torch.ones(2, 128)),
+        "encode latent": lambda: token_gain.encode(
+            z, torch.ones(64), ((8, 6), (24, 3), (32, 2)), torch.ones(2, 2), 3, torch.arange(64) % 2, True
+        ),
         "encode trellis": lambda: trellis.best_path(x, s.float(), trellis.table(2).float(), 2),
         "merge rotated": lambda: merge_parts(
             part, level, matrix.half(), None, counts, part[:, 0].bfloat16(), level[..., 0].contiguous()

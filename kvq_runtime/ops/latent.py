@@ -124,6 +124,12 @@ def decode_steps(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     return (codes_NRT.float() - (2**bits - 1) / 2) * (step(bits)[0] * deviation_R)[:, None]
 
 
+def encode_points(z_NRT: Tensor, deviation_R: Tensor, bits: int, steps: bool) -> Tensor:
+    """Return codes uint8 [N, R, T] of the nearest of `points(bits, steps)`."""
+    encode = encode_steps if steps and bits >= STEPPED else encode_gaussian
+    return encode(z_NRT, deviation_R, bits)
+
+
 def errors_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Return the squared errors [N, R, T] that encoding would leave, without codes: distances to the nearest point."""
     if not 1 <= bits <= PAIRED:

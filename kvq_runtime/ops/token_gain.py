@@ -1,14 +1,50 @@
-"""Choose and decode the gains of tokens: factors of their latents, G of a token, each of some channels.
+"""Encode latents with gains, factors of a token's latents, G of a token, each of some channels; choose and decode them.
 
 Letters: N blocks · R channels · T tokens of a block · G gains of a token · L levels of a gain
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import latent
+from kvq_runtime.ops import latent, pack
+from kvq_runtime.ops.dispatch import paired
+
+
+@paired("latent.encode")
+def encode(
+    z_NRT: Tensor,
+    deviation_R: Tensor,
+    runs: Sequence[tuple[int, int]],
+    ends_G2: Tensor | None,
+    bits: int,
+    index_R: Tensor,
+    steps: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return codes of latents, packed along T, channel by channel, uint8 [N, bytes]; and of the best gains [N, G, T].
+
+    runs      (channels, bits of their codes), of R channels in all
+    ends_G2   as in `best`, and what follows; None: tokens have no gains
+    """
+    codes_NGT = None
+    if ends_G2 is not None:
+        codes_NGT = best(z_NRT, parts_of(runs, deviation_R), ends_G2, bits, index_R, steps)
+        z_NRT = z_NRT / of_channels(codes_NGT, ends_G2, bits, index_R)
+    packed = [
+        pack.pack(latent.encode_points(z_NRT[:, part], deviation_r, width, steps), width).flatten(1)
+        for part, width, deviation_r in parts_of(runs, deviation_R)
+    ]
+    return torch.cat(packed, 1), codes_NGT
+
+
+def parts_of(runs: Sequence[tuple[int, int]], deviation_R: Tensor) -> Iterator[tuple[slice, int, Tensor]]:
+    """Return the channels of each run, the bits of their codes, and their deviations."""
+    start = 0
+    for count, bits in runs:
+        part = slice(start, start + count)
+        yield part, bits, deviation_R[part]
+        start += count
 
 
 def best(

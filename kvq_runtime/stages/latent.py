@@ -199,17 +199,26 @@ class Mixed(Quantizer):
 
         level_NT   how much errors of tokens count, of `importance`; None: alike
         """
-        z_NRT, codes_NGT, gain_NRT = self._over_gains(rotate(x_NTC, rotation).mT.contiguous(), tensors, geometry)
-        scale_NRT = self._scales(gain_NRT, level_NT, geometry.width)
+        z_NRT = rotate(x_NTC, rotation).mT.contiguous()
+        if self.codebook in ("gaussian", "stepped"):
+            ends_G2 = tensors["gain_ends"].view(-1, 2) if self.gain else None
+            gains = self.gain_count(geometry.kv_heads) if self.gain else 1
+            index_R = self.gain_index(self.stored(geometry.width), gains)
+            runs, scale_R, steps = self.runs(geometry.width), self.scale(tensors), self.codebook == "stepped"
+            packed, codes_NGT = token_gain.encode(z_NRT, scale_R, runs, ends_G2, self.gain, index_R, steps)
+        else:
+            z_NRT, codes_NGT, gain_NRT = self._over_gains(z_NRT, tensors, geometry)
+            scale_NRT = self._scales(gain_NRT, level_NT, geometry.width)
+            parts = []
+            for part, bits, scales in self._parts(geometry.width, tensors):
+                scale = None if scale_NRT is None else scale_NRT[:, part]
+                parts.append(pack.pack(self._codes(z_NRT[:, part], scales, bits, scale), bits).flatten(1))
+            packed = torch.cat(parts, 1)
         stored = {}
         if codes_NGT is not None:
             gains = pack.pack(codes_NGT, self.gain)
             stored["gain"] = gains[:, 0] if self.gains == 1 else gains
-        packed = []
-        for part, bits, scales in self._parts(geometry.width, tensors):
-            scale = None if scale_NRT is None else scale_NRT[:, part]
-            packed.append(pack.pack(self._codes(z_NRT[:, part], scales, bits, scale), bits).flatten(1))
-        return {"codes": torch.cat(packed, 1)} | stored
+        return {"codes": packed} | stored
 
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
@@ -349,10 +358,8 @@ class Mixed(Quantizer):
     def _codes(self, z_NRT: Tensor, scales: Tensors, bits: int, scale_NRT: Tensor | None = None) -> Tensor:
         if self._in_paths(bits):
             return trellis.encode_path(z_NRT, scales["deviation"], bits, scale_NRT)
-        if self._in_steps(bits):
-            return latent.encode_steps(z_NRT, scales["deviation"], bits)
         if self.codebook != "uniform":
-            return latent.encode_gaussian(z_NRT, scales["deviation"], bits)
+            return latent.encode_points(z_NRT, scales["deviation"], bits, self.codebook == "stepped")
         return latent.encode_uniform(z_NRT, scales["low"], scales["high"], bits)
 
     def _values(self, codes_NRT: Tensor, scales: Tensors, bits: int) -> Tensor:

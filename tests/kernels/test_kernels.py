@@ -6,7 +6,7 @@ from parity import DEVICE, error, normal, poisoned
 from tiers import some, together
 
 from kvq_calib.fit.predict import inverse_root, round_group, rounded
-from kvq_runtime.ops import dispatch, grid, lloyd, pack, polar, rtn, trellis
+from kvq_runtime.ops import dispatch, grid, lloyd, pack, polar, rtn, token_gain, trellis
 from kvq_runtime.ops.rotation import SignedHadamard
 from kvq_runtime.store import storage
 
@@ -168,6 +168,38 @@ def test_rotated_and_encoded_as_angles(turn, bits, width):
 
 
 @pytest.mark.parametrize(
+    "runs, gains, bits, tokens, steps",
+    [
+        (((3, 7), (2, 5), (4, 3), (5, 2), (2, 1)), 1, 3, 32, True),
+        (((2, 6), (4, 4), (8, 2)), 2, 2, 8, False),
+        (((3, 3), (6, 1)), 3, 4, 64, True),
+        (((2, 6), (6, 2)), 0, 0, 16, False),
+        (((5, 3), (3, 2)), 1, 3, 24, True),
+    ],
+)
+def test_latents(runs, gains, bits, tokens, steps):
+    stored = sum(count for count, _ in runs)
+    deviation = torch.exp(normal(stored) / 2)
+    deviation[stored // 2] = 0
+    z = normal(3, stored, tokens) * torch.exp(normal(3, 1, tokens) / 2) * deviation[:, None]
+    ends = torch.tensor([[-1.0, 1.0], [-0.5, 1.5], [-2.0, 0.5]], device=DEVICE)[:gains] if gains else None
+    index = torch.arange(stored) * max(gains, 1) // stored if gains < 3 else torch.arange(stored) % gains
+    found, wanted = both(token_gain.encode, z, deviation, runs, ends, bits, index, steps)
+    assert found[0].shape == wanted[0].shape
+    same = torch.ones(3, stored, tokens, dtype=torch.bool, device=DEVICE)
+    if gains:
+        assert differing(found[1], wanted[1]) <= 0.02  # two gains may be nearly as good
+        same = (found[1] == wanted[1])[:, index.to(DEVICE)]
+    start, place = 0, 0
+    for count, width in runs:
+        size = count * pack.packed_size(tokens, width)
+        codes = [pack.unpack(packed[:, start : start + size].unflatten(1, (count, -1)), width, tokens)
+                 for packed in (found[0], wanted[0])]  # fmt: skip
+        assert differing(*(each[same[:, place : place + count]] for each in codes)) <= CODES
+        start, place = start + size, place + count
+
+
+@pytest.mark.parametrize(
     "op, settings", [(rtn.encode, (4, "minmax")), (grid.encode, (2, 16)), (lloyd.encode, (2, "norm"))]
 )
 def test_no_rows(op, settings):
@@ -178,5 +210,5 @@ def test_no_rows(op, settings):
 
 TESTED = [
     *(rtn.encode, grid.encode, lloyd.encode, polar.encode),
-    *(trellis.best_path, round_group, storage.append),
+    *(trellis.best_path, token_gain.encode, round_group, storage.append),
 ]
