@@ -2,8 +2,8 @@
 
     python -m benchmarks.losses benchmarks/records/losses.png > table.md
 
-It reads LOSSES: lines of `kvq eval NAME ... --protocol full --output FILE`. A cell is perplexity against 16 bit and KL
-divergence in nats; a mean is of all four texts.
+It reads LOSSES: lines of `kvq eval NAME ... --protocol full --output FILE`. A text's cell is KL divergence in nats; the
+mean over the texts that were measured is perplexity against 16 bit, and divergence. Means of README are of all four.
 """
 
 import argparse
@@ -59,39 +59,32 @@ def table(model: str, found: Found) -> Iterator[str]:
     yield from (f"| {model} | bits | {' | '.join([*TEXTS.values(), 'mean'])} |", "|---" * (len(TEXTS) + 3) + "|")
     for recipe in names(found):
         cells = [found.get((recipe, text)) for text in TEXTS.values()]
-        bits = next(cell["bits"] for cell in cells if cell)
-        shown = [figures(cell) if cell else "" for cell in cells]
+        shown = [f"{cell['kl']:.2g}" if cell else "" for cell in cells]
         mean = means(found, recipe)
-        yield f"| `{recipe}` | {bits:.2f} | {' | '.join([*shown, figures(mean) if mean else ''])} |"
+        yield f"| `{recipe}` | {mean['bits']:.2f} | {' | '.join([*shown, figures(mean)])} |"
 
 
-def means(found: Found, recipe: str) -> dict[str, Any] | None:
-    """Return the means over all four texts; None where one was not measured."""
+def means(found: Found, recipe: str) -> dict[str, float]:
+    """Return the means over the texts that were measured, and the number of these."""
     cells = [found[recipe, text] for text in TEXTS.values() if (recipe, text) in found]
-    if len(cells) < len(TEXTS):
-        return None
-    return {key: fmean(cell[key] for cell in cells) for key in ("bits", "relative", "kl")}
+    return {key: fmean(cell[key] for cell in cells) for key in ("bits", "relative", "kl")} | {"texts": len(cells)}
 
 
 def summary(models: dict[str, Found]) -> Iterator[str]:
     """Return the lines of README's table: means over texts, of the recipes in SUMMARY; bits on Qwen2.5-7B."""
     yield from (f"| recipe | bits | kernel | vLLM | {' | '.join(models)} |", "|---" * (len(models) + 4) + "|")
     for name in SUMMARY:
-        cells = []
-        for found in models.values():
-            mean = means(found, name)
-            cells.append(figures(mean) if mean else "")
+        known = [means(found, name) if name in names(found) else None for found in models.values()]
+        cells = [figures(mean) if mean and mean["texts"] == len(TEXTS) else "" for mean in known]
         recipe = preset(name)
         bits, by = asymptotic_bits(recipe, REFERENCE_MODEL), readers(recipe)
         kernel, vllm = ("yes" if yes else "no" for yes in (by["kernel"], by["vllm"] != "no"))
         yield f"| `{name}` | {bits:.2f} | {kernel} | {vllm} | {' | '.join(cells)} |"
 
 
-def figures(cell: dict[str, Any]) -> str:
-    """Return perplexity against 16 bit with its standard error, if there are several windows, and divergence."""
-    error = cell.get("relative_se")
-    spread = "" if error is None else f" ± {100 * error:.1f}"
-    return f"{100 * cell['relative']:+.1f}%{spread}, {cell['kl']:.2g}"
+def figures(mean: dict[str, float]) -> str:
+    """Return perplexity against 16 bit, and divergence."""
+    return f"{100 * mean['relative']:+.1f}%, {mean['kl']:.2g}"
 
 
 def family(recipe: str) -> str:
@@ -104,7 +97,7 @@ def panel(axis: Axes, model: str, found: Found) -> None:
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for recipe in names(found):
         mean = means(found, recipe)
-        if mean is None or "+" in recipe:  # a changed preset is in the tables alone
+        if mean["texts"] < len(TEXTS) or "+" in recipe:  # a changed preset is in the tables alone
             continue
         bits, kl = mean["bits"], mean["kl"]
         color = LINES.get(family(recipe), "0.45")
