@@ -174,6 +174,7 @@ def test_rotated_and_encoded_as_angles(turn, bits, width):
         (((2, 6), (4, 4), (8, 2)), 2, 2, 8, False),
         (((3, 3), (6, 1)), 3, 4, 64, True),
         (((2, 6), (6, 2)), 0, 0, 16, False),
+        (((2, 3), (4, 2)), 2, 1, 16, True),
         (((5, 3), (3, 2)), 1, 3, 24, True),
     ],
 )
@@ -184,6 +185,8 @@ def test_latents(runs, gains, bits, tokens, steps):
     z = normal(3, stored, tokens) * torch.exp(normal(3, 1, tokens) / 2) * deviation[:, None]
     ends = torch.tensor([[-1.0, 1.0], [-0.5, 1.5], [-2.0, 0.5]], device=DEVICE)[:gains] if gains else None
     index = torch.arange(stored) * max(gains, 1) // stored if gains < 3 else torch.arange(stored) % gains
+    if bits == 1:  # the second gain has no channel
+        index = torch.zeros_like(index)
     found, wanted = both(token_gain.encode, z, deviation, runs, ends, bits, index, steps)
     assert found[0].shape == wanted[0].shape
     same = torch.ones(3, stored, tokens, dtype=torch.bool, device=DEVICE)

@@ -41,7 +41,7 @@ def encode(
     if ends_G2 is not None:
         codes_NGT = z_NRT.new_empty(blocks, gains, tokens, dtype=torch.uint8)
         levels_GL = torch.stack([latent.gains(ends_2, bits) for ends_2 in ends_G2])
-    of_channels = _channels(tuple(runs), tuple(index_R.tolist()), tokens, device)
+    of_channels = _channels(tuple(runs), tuple(index_R.tolist()), gains, tokens, device)
     scales = deviation_R, inverse(deviation_R)
     if blocks:
         with on(z_NRT):
@@ -53,10 +53,12 @@ def encode(
 
 
 @constant(32)
-def _channels(runs: tuple[tuple[int, int], ...], index: tuple[int, ...], tokens: int, device: torch.device):
+def _channels(
+    runs: tuple[tuple[int, int], ...], index: tuple[int, ...], gains: int, tokens: int, device: torch.device
+) -> tuple[Tensor, ...]:
     """Return channels gain by gain [R], where those of each begin [G + 1], and of channels bits and first bytes [R]."""
     index_R = torch.tensor(index)
-    begin_G = torch.cat([torch.zeros(1, dtype=torch.int64), index_R.bincount().cumsum(0)])
+    begin_G = torch.cat([torch.zeros(1, dtype=torch.int64), index_R.bincount(minlength=gains).cumsum(0)])
     counts, widths = (torch.tensor(each) for each in zip(*runs, strict=True))
     bits_R = widths.repeat_interleave(counts)
     size_R = torch.tensor([pack.packed_size(tokens, bits) for bits in bits_R.tolist()])
@@ -68,11 +70,11 @@ def _channels(runs: tuple[tuple[int, int], ...], index: tuple[int, ...], tokens:
 def _points(steps: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return boundaries and points of b bits from place 2^b on, and steps by bits, 0 where codes go by boundaries."""
     widths = range(latent.MAX_BITS + 1)
-    none, nothing = torch.zeros(1), torch.full((1,), torch.inf)
+    none, nothing = torch.zeros(1, dtype=torch.float32), torch.full((1,), torch.inf, dtype=torch.float32)
     boundaries = torch.cat([none, *(torch.cat([latent.gaussian(b)[0].float(), nothing]) for b in widths)])
     points = torch.cat([none, *(latent.gaussian(b)[1].float() for b in widths)])
-    even = torch.tensor([latent.step(b)[0] if steps and b >= latent.STEPPED else 0.0 for b in widths])
-    return boundaries.to(device), points.to(device), even.float().to(device)
+    even = [latent.step(b)[0] if steps and b >= latent.STEPPED else 0.0 for b in widths]
+    return boundaries.to(device), points.to(device), torch.tensor(even, dtype=torch.float32, device=device)
 
 
 @triton.jit
