@@ -27,23 +27,23 @@ def encode(
     runs      (channels, bits of their codes), of R channels in all
     ends_G2   as in `best`, and what follows; None: tokens have no gains
     """
+    parts = [(part, width, deviation_R[part]) for part, width in places(runs)]
     codes_NGT = None
     if ends_G2 is not None:
-        codes_NGT = best(z_NRT, parts_of(runs, deviation_R), ends_G2, bits, index_R, steps)
+        codes_NGT = best(z_NRT, parts, ends_G2, bits, index_R, steps)
         z_NRT = z_NRT / of_channels(codes_NGT, ends_G2, bits, index_R)
     packed = [
-        pack.pack(latent.encode_points(z_NRT[:, part], deviation_r, width, steps), width).flatten(1)
-        for part, width, deviation_r in parts_of(runs, deviation_R)
+        pack.pack(latent.encode_points(z_NRT[:, part], scale_R, width, steps), width).flatten(1)
+        for part, width, scale_R in parts
     ]
     return torch.cat(packed, 1), codes_NGT
 
 
-def parts_of(runs: Sequence[tuple[int, int]], deviation_R: Tensor) -> Iterator[tuple[slice, int, Tensor]]:
-    """Return the channels of each run, the bits of their codes, and their deviations."""
+def places(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, int]]:
+    """Return which channels each run has, and the bits of their codes."""
     start = 0
     for count, bits in runs:
-        part = slice(start, start + count)
-        yield part, bits, deviation_R[part]
+        yield slice(start, start + count), bits
         start += count
 
 

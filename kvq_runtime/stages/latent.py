@@ -349,11 +349,9 @@ class Mixed(Quantizer):
 
     def _parts(self, width: int, tensors: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
         """Return the channels of each run, their bits, and what scales them."""
-        start, scales = 0, {name: flat(tensors[name]) for name in ("low", "high", "deviation") if name in tensors}
-        for count, bits in self.runs(width):
-            part = slice(start, start + count)
+        scales = {name: flat(tensors[name]) for name in ("low", "high", "deviation") if name in tensors}
+        for part, bits in token_gain.places(self.runs(width)):
             yield part, bits, {name: scale[part] for name, scale in scales.items()}
-            start += count
 
     def _codes(self, z_NRT: Tensor, scales: Tensors, bits: int, scale_NRT: Tensor | None = None) -> Tensor:
         if self._in_paths(bits):
