@@ -20,7 +20,7 @@ from kvq_runtime.vllm import page, plugin
 
 ADVICE = {  # README.md gives the same
     "kivi-4bit": "nothing to calibrate: begin here",
-    "fisher-3bit": "calibrated on text as you serve it: loses about what kivi-4bit loses; fisher-head-3bit for the GPU kernel",
+    "fisher-3bit": "calibrated on text as you serve it: about kivi-4bit's loss; fisher-head-3bit for the GPU kernel",
     "aqua-fisher-2bit": "calibrated: least loss at 2 bits, slow to fit, encode and read; or auto --bits 2.1",
 }
 MODEL = "Qwen2.5-7B (28 layers, 4 KV heads of 128)"
