@@ -8,6 +8,11 @@ products      of scores and values, padded to the tensor cores' tiles, and of th
 instructions  of a warp, by head: counted in the machine code for sm_90 (KEYS and VALUES of a slab, BLOCK besides them,
               PROJECTED of a tile of 64 columns and its slabs)
 nanoseconds   each alone, at an H200's limits; 16 bit takes SIXTEEN_BIT, measured
+
+"pre" is keys before RoPE, a basis a head, whose tiles would be multiplied by the basis, rotated, and read as any other
+keys. No such kernel exists: of a block, DECODED (products and loads of operands, by slab) and ROTATED were counted by
+hand. On an H200 `kivi-2bit-g128` took 2.9 times what its instructions ask (benchmarks/records/h200.md): the kernel that
+exists has to show there first that it is faster than 16 bit.
 """
 
 import json
@@ -21,20 +26,42 @@ BANDWIDTH, PRODUCTS, ISSUED = 4.8e12, 990e12 / 2, 132 * 4 * 1.755e9  # bytes, pr
 SIXTEEN_BIT = 0.94
 KEYS, VALUES = (278, 192, 212, 212, 219, 130, 125), (345, 262, 281, 280, 282, 197, 191)  # of 7, 6, ... 1 bits
 BLOCK, PROJECTED, SLAB_PROJECTED, MEAN_PROJECTED = 1680, 4 * 880, 4 * 85, 4 * 268
+DECODED, ROTATED = 8 * (16 + 8), 512 * 5 // 2 + 128 + 256
 PREFIX = {"what": "latent cost", "counted": True, "model": "llama-3.1-8b"}
 
 
 def rows() -> Iterator[dict[str, Any]]:
     for bits, slabs in SLABS.items():
+        yield PREFIX | {"bits": bits, "group": "head", "position": "pre"} | before_rope(slabs)
         for group in ("head", "all"):
             for segment in (32, 128):
                 yield PREFIX | {"bits": bits, "group": group, "segment": segment} | cost(slabs, group, segment)
 
 
+def before_rope(slabs: tuple[int, ...]) -> dict[str, Any]:
+    latents, codes = 16 * sum(slabs), code_bytes(slabs)
+    used = HEADS * latents * SIZE + 2 * QUERIES * (SIZE + latents)
+    block = in_block(slabs) + sum(slabs) * DECODED + ROTATED
+    return {"codes_bytes": round(codes), "memory_bytes": round(codes), "products": round(used),
+            "memory_ns": round(1e9 * codes / BANDWIDTH, 3), "products_ns": round(1e9 * used / PRODUCTS, 3),
+            "sixteen_bit_ns": SIXTEEN_BIT, "instructions": round(HEADS * block / 128),
+            "instructions_ns": round(1e9 * HEADS * block / 128 / ISSUED, 3)}  # fmt: skip
+
+
+def code_bytes(slabs: tuple[int, ...]) -> float:
+    """Return the bytes of a token's codes and gains, by head."""
+    return 2 * HEADS * 16 * sum(count * (7 - place) for place, count in enumerate(slabs)) / 8 + 2 * HEADS * 3 / 8
+
+
+def in_block(slabs: tuple[int, ...]) -> int:
+    """Return the instructions of a head's block."""
+    return BLOCK + sum(count * (k + v) for count, k, v in zip(slabs, KEYS, VALUES, strict=True))
+
+
 def cost(slabs: tuple[int, ...], group: str, segment: int) -> dict[str, Any]:
     bases = HEADS if group == "head" else 1
     latents = 16 * sum(slabs) * HEADS // bases  # of a query
-    codes = 2 * HEADS * 16 * sum(count * (7 - place) for place, count in enumerate(slabs)) / 8 + 2 * HEADS * 3 / 8
+    codes = code_bytes(slabs)
     projected = 2 * QUERIES * (latents + segment) * 2 / segment
     tile = COLUMNS * HEADS // QUERIES * segment  # tokens of a tile of columns
     padded = 2 if group == "head" else 1  # four of a tile's eight columns are queries of a head
@@ -45,9 +72,8 @@ def cost(slabs: tuple[int, ...], group: str, segment: int) -> dict[str, Any]:
              "memory_ns": round(1e9 * memory / BANDWIDTH, 3), "products_ns": round(1e9 * used / PRODUCTS, 3),
              "sixteen_bit_ns": SIXTEEN_BIT}  # fmt: skip
     if group == "head":
-        block = BLOCK + sum(count * (k + v) for count, k, v in zip(slabs, KEYS, VALUES, strict=True))
         tiles = PROJECTED + sum(slabs) * SLAB_PROJECTED + segment // 16 * MEAN_PROJECTED
-        made = HEADS * (block / 128 + tiles / tile)
+        made = HEADS * (in_block(slabs) / 128 + tiles / tile)
         found |= {"instructions": round(made), "instructions_ns": round(1e9 * made / ISSUED, 3)}
     return found
 

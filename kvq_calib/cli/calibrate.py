@@ -152,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seq-len", type=partial(count, least=2), metavar="L", help="tokens per sequence (default: the model's)")
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")
     add("--seed", type=int, default=0, metavar="S", help="of the choice of text (default 0)")
-    text = "of aqua-fisher-* and auto: tokens whose gradients are taken (default 4096); more take longer, and lose less"
+    text = "of fisher-*, aqua-fisher-* and auto: tokens of each corpus whose gradients are taken (default 4096)"
     add("--gradient-tokens", type=count, metavar="N", help=text)
     group = top.add_argument_group("where")
     add = group.add_argument

@@ -6,6 +6,7 @@ licence is read from the front matter of its README.md.
 """
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvq_runtime.store.memory import human
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
 LICENSE = ("license", "license_name", "license_link")  # fields of a model's front matter
+PLANNED = ("samples", "held_out", "seq_len", "seed", "gradient_tokens")  # numbers of a plan that a fit depends on
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -49,6 +51,7 @@ def card(
     model, revision = model_of(artifact)
     sizes = folder.sizes(artifact)
     parameters = {record.protocol.model.parameters for record in measured}
+    texts = list(dict.fromkeys(record.protocol.text.source for record in measured))
     return _template().render(
         snippet(artifact, name),
         front=_front(artifact, license),
@@ -66,14 +69,14 @@ def card(
         layers=_fit(artifact),
         budget=artifact.fit.get("budget"),
         measured=measured[0].protocol if measured else None,
-        losses=tables.table(measured) if measured else [],
+        losses=[] if not measured else tables.table(measured) if len(texts) == 1 else tables.by_text(measured),
         notes=tables.notes(measured) if measured else [],
         gate=measured[0].result.gate if measured else None,
         spoken=SPOKEN,
         held_out=artifact.provenance.get("held_out"),
         picture=picture,
         few=sorted(count for count in parameters if count is not None and count < SMALL),
-        texts=list(dict.fromkeys(record.protocol.text.source for record in measured)),
+        texts=texts,
     )
 
 
@@ -178,12 +181,21 @@ def provenance(artifact: Artifact, license: Mapping[str, str]) -> dict[str, Any]
     rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}
     if "samples" in given:
         rows["sequences"] = f"{given['samples']} of {given.get('seq_len')} tokens, {given.get('held_out', 0)} held out"
+        rows["made by"] = f"`{made_by(artifact)}`"
     machine = given.get("environment")
     if isinstance(machine, Mapping):
         machine = ", ".join(f"{name} {value}" for name, value in machine.items())
     rows |= {"seed": given.get("seed"), "environment": machine}
     rows["fitted tensors"] = human(sum(tensor.nbytes for tensor in artifact.tensors.values()))
     return {name: value for name, value in rows.items() if value not in (None, "")}
+
+
+def made_by(artifact: Artifact) -> str:
+    """Return the command that fits such an artifact: with the recipe's own settings, and what its provenance says."""
+    given, corpus, name = artifact.provenance, corpus_of(artifact).get("source"), artifact.recipe.name
+    options = {"model": model_of(artifact)[0], "recipe": name, "corpus": shlex.quote(str(corpus))}
+    options |= {key.replace("_", "-"): given.get(key) for key in PLANNED}
+    return " ".join(["kvq-calibrate", *(f"--{key} {value}" for key, value in options.items() if value is not None)])
 
 
 def _fit(artifact: Artifact) -> list[dict[str, Any]]:

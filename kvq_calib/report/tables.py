@@ -62,13 +62,25 @@ def _share_decoded(part: Unmeasured | Figures | None) -> str | None:
     return None if reads is None else f"{reads:.0%}"
 
 
+def by_text(records: Records) -> list[dict[str, Any]]:
+    """Return a row a recipe, with the perplexity against 16 bit and the KL of each text, by the decisive protocol."""
+    rows: dict[str, dict[str, Any]] = {}
+    for record in records:
+        row = rows.setdefault(record.name, {"recipe": record.name, "bits": record.result.bits["asymptotic"]})
+        measured = record.decisive
+        said = "none" if measured is None else f"{relative(measured[1])}, {measured[1].kl:.2g}"
+        row[record.protocol.text.source] = said
+    return list(rows.values())
+
+
 def notes(records: Records) -> list[str]:
-    """Describe the text, then the reasons for missing figures: a sentence each, with the recipes."""
+    """Describe the texts, then the reasons for missing figures: a sentence each, with the recipes."""
     recipes: dict[str, list[str]] = {}  # by reason
     for record in records:
         for reason in record.reasons():
             recipes.setdefault(reason, []).append(record.name)
-    return [about_text(records[0].protocol), *(f"{', '.join(names)}: {reason}." for reason, names in recipes.items())]
+    said = dict.fromkeys(about_text(record.protocol) for record in records)
+    return [*said, *(f"{', '.join(names)}: {reason}." for reason, names in recipes.items())]
 
 
 def about_text(given: TextProtocol) -> str:

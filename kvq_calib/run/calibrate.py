@@ -20,7 +20,7 @@ from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QueryM
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import bit_allocation, checkpoint, gradients, passes
 from kvq_calib.run.passes import RecipeWork
-from kvq_calib.run.plan import Plan, divides, is_divided, set_arithmetic, takes
+from kvq_calib.run.plan import BEGINNING, Plan, by_gradients, divides, is_divided, set_arithmetic, takes
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
@@ -279,6 +279,8 @@ def _artifact(run: Run, recipe: Recipe) -> Artifact:
     provenance = {
         key: settings[key] for key in ("model", "revision", "samples", "seq_len", "seed", "held_out", "environment")
     } | run.files.provenance
+    if name in plan.budgets or by_gradients(recipe):
+        provenance["gradient_tokens"] = plan.gradient_tokens or BEGINNING
     provenance["corpus"] = (checkpoint.record(run.folder, -1) or {})["corpus"]
     fit: dict[str, Any] = {"layers": _notes(run.folder, plan, "fit", name)}
     recipe = _resolved(recipe, list(map(Recipe.from_json, _notes(run.folder, plan, "recipes", name))))

@@ -1,6 +1,7 @@
 """The card says what the records say, and its snippet runs."""
 
 import re
+from dataclasses import replace
 
 import many_versions as many
 import pytest
@@ -63,6 +64,18 @@ def test_the_card_says_what_is_known(fitted):
         assert fact in text, fact
     widths = {line.count("|") - line.count("\\|") for line in text.splitlines() if re.match(r"\| (layer|0) ", line)}
     assert len(widths) == 1, "a bar inside a cell would make another column"
+
+
+def test_a_card_of_several_texts_has_a_column_of_each_and_the_command_of_the_fit(fitted):
+    first, second = record(kl=0.02), record(kl=0.03)
+    text = replace(second.protocol.text, source="b.txt")
+    second = replace(second, protocol=replace(second.protocol, text=text))
+    given = cards.card(fitted, [first, second], "demo-aqua")
+    source = first.protocol.text.source
+    assert f"| recipe | bits | {source} | b.txt |" in given and f"measured on {source}, b.txt." in given
+    assert re.search(r"\| aqua-2bit \| [\d.]+ \| \+2\.00% ± 0\.20%, 0\.02 \| \+3\.00% ± 0\.30%, 0\.03 \|", given)
+    made = "kvq-calibrate --model demo --recipe aqua-2bit --corpus demo --samples 8 --held-out 2 --seq-len 512 --seed 3"
+    assert f"| made by | `{made}` |" in given
 
 
 def test_a_model_of_the_hub_is_named(fitted):
