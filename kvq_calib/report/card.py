@@ -22,7 +22,7 @@ from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import recipe_row
-from kvq_runtime.recipe import OURS, ROLES
+from kvq_runtime.recipe import OURS, ROLES, is_preset
 from kvq_runtime.registry import rating
 from kvq_runtime.registry.evaluation_records import SPOKEN, TextRecord
 from kvq_runtime.store.memory import human
@@ -30,6 +30,7 @@ from kvq_runtime.store.memory import human
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
 LICENSE = ("license", "license_name", "license_link")  # fields of a model's front matter
 PLANNED = ("samples", "held_out", "seq_len", "seed", "gradient_tokens")  # numbers of a plan that a fit depends on
+_AUTOMATIC = re.compile(r"auto-([\d.]+)bit(?:-(\w+))?")
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -181,7 +182,7 @@ def provenance(artifact: Artifact, license: Mapping[str, str]) -> dict[str, Any]
     rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}
     if "samples" in given:
         rows["sequences"] = f"{given['samples']} of {given.get('seq_len')} tokens, {given.get('held_out', 0)} held out"
-        rows["made by"] = f"`{made_by(artifact)}`"
+        rows["made by"] = made_by(artifact)
     machine = given.get("environment")
     if isinstance(machine, Mapping):
         machine = ", ".join(f"{name} {value}" for name, value in machine.items())
@@ -190,12 +191,19 @@ def provenance(artifact: Artifact, license: Mapping[str, str]) -> dict[str, Any]
     return {name: value for name, value in rows.items() if value not in (None, "")}
 
 
-def made_by(artifact: Artifact) -> str:
-    """Return the command that fits such an artifact: with the recipe's own settings, and what its provenance says."""
-    given, corpus, name = artifact.provenance, corpus_of(artifact).get("source"), artifact.recipe.name
-    options = {"model": model_of(artifact)[0], "recipe": name, "corpus": shlex.quote(str(corpus))}
+def made_by(artifact: Artifact) -> str | None:
+    """Return the command that fits such an artifact, by its provenance; None: the recipe has no name that tells all."""
+    name, given = artifact.recipe.name, artifact.provenance
+    if chosen := _AUTOMATIC.fullmatch(name):
+        name = f"auto --bits {chosen[1]}" + (f" --for {chosen[2]}" if chosen[2] else "")
+    elif not is_preset(name):
+        return None
+    options = {"model": model_of(artifact)[0], "recipe": name}
+    options |= {"corpus": shlex.quote(str(corpus_of(artifact).get("source")))}
     options |= {key.replace("_", "-"): given.get(key) for key in PLANNED}
-    return " ".join(["kvq-calibrate", *(f"--{key} {value}" for key, value in options.items() if value is not None)])
+    return (
+        " ".join(["`kvq-calibrate", *(f"--{key} {value}" for key, value in options.items() if value is not None)]) + "`"
+    )
 
 
 def _fit(artifact: Artifact) -> list[dict[str, Any]]:

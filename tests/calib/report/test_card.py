@@ -76,6 +76,10 @@ def test_a_card_of_several_texts_has_a_column_of_each_and_the_command_of_the_fit
     assert re.search(r"\| aqua-2bit \| [\d.]+ \| \+2\.00% ± 0\.20%, 0\.02 \| \+3\.00% ± 0\.30%, 0\.03 \|", given)
     made = "kvq-calibrate --model demo --recipe aqua-2bit --corpus demo --samples 8 --held-out 2 --seq-len 512 --seed 3"
     assert f"| made by | `{made}` |" in given
+    named = {"aqua-2bit+name=mine": None, "auto-2.5bit-kernel": "--recipe auto --bits 2.5 --for kernel --corpus"}
+    for name, options in named.items():
+        own = replace(fitted, recipe=replace(fitted.recipe, name=name))
+        assert (cards.made_by(own) is None) if options is None else (options in str(cards.made_by(own)))
 
 
 def test_a_model_of_the_hub_is_named(fitted):
