@@ -41,11 +41,17 @@ def rows() -> Iterator[dict[str, Any]]:
 def before_rope(slabs: tuple[int, ...]) -> dict[str, Any]:
     latents, codes = 16 * sum(slabs), code_bytes(slabs)
     used = HEADS * latents * SIZE + 2 * QUERIES * (SIZE + latents)
-    block = in_block(slabs) + sum(slabs) * DECODED + ROTATED
-    return {"codes_bytes": round(codes), "memory_bytes": round(codes), "products": round(used),
-            "memory_ns": round(1e9 * codes / BANDWIDTH, 3), "products_ns": round(1e9 * used / PRODUCTS, 3),
-            "sixteen_bit_ns": SIXTEEN_BIT, "instructions": round(HEADS * block / 128),
-            "instructions_ns": round(1e9 * HEADS * block / 128 / ISSUED, 3)}  # fmt: skip
+    made = HEADS * (in_block(slabs) + sum(slabs) * DECODED + ROTATED) / 128
+    return {"codes_bytes": round(codes)} | limits(codes, used) | issued(made)
+
+
+def limits(memory: float, used: float) -> dict[str, Any]:
+    return {"memory_bytes": round(memory), "products": round(used), "memory_ns": round(1e9 * memory / BANDWIDTH, 3),
+            "products_ns": round(1e9 * used / PRODUCTS, 3), "sixteen_bit_ns": SIXTEEN_BIT}  # fmt: skip
+
+
+def issued(made: float) -> dict[str, Any]:
+    return {"instructions": round(made), "instructions_ns": round(1e9 * made / ISSUED, 3)}
 
 
 def code_bytes(slabs: tuple[int, ...]) -> float:
@@ -67,14 +73,11 @@ def cost(slabs: tuple[int, ...], group: str, segment: int) -> dict[str, Any]:
     padded = 2 if group == "head" else 1  # four of a tile's eight columns are queries of a head
     used = 2 * QUERIES * latents * padded + QUERIES * SIZE * (latents + segment) / segment
     memory = codes + projected + (0 if group == "head" else 2 * 2 * QUERIES)
-    found = {"codes_bytes": round(codes), "projected_bytes": round(projected), "memory_bytes": round(memory),
-             "cache_bytes": round(2 * bases * latents * SIZE * HEADS // bases / tile), "products": round(used),
-             "memory_ns": round(1e9 * memory / BANDWIDTH, 3), "products_ns": round(1e9 * used / PRODUCTS, 3),
-             "sixteen_bit_ns": SIXTEEN_BIT}  # fmt: skip
+    found = {"codes_bytes": round(codes), "projected_bytes": round(projected)} | limits(memory, used)
+    found["cache_bytes"] = round(2 * bases * latents * SIZE * HEADS // bases / tile)
     if group == "head":
         tiles = PROJECTED + sum(slabs) * SLAB_PROJECTED + segment // 16 * MEAN_PROJECTED
-        made = HEADS * (in_block(slabs) / 128 + tiles / tile)
-        found |= {"instructions": round(made), "instructions_ns": round(1e9 * made / ISSUED, 3)}
+        found |= issued(HEADS * (in_block(slabs) / 128 + tiles / tile))
     return found
 
 

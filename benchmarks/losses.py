@@ -32,8 +32,9 @@ TEXTS = {
     "pg2600_war_and_peace.txt": "War and Peace",
 }
 LINES = {"fisher-pre": "C2", "fisher": "C0", "fisher-head": "C1", "kvarn": "C3", "kivi": "C4", "aqua": "C5"}
-SUMMARY = ("fisher-2bit", "fisher-2.5bit", "fisher-3bit", "fisher-4bit", "fisher-head-3bit", "fisher-pre-2bit",
-           "fisher-pre-3bit", "aqua-2bit", "aqua-fisher-2bit", "kivi-2bit", "kivi-4bit", "kvarn-k4v4")  # fmt: skip
+SUMMARY = ("fisher-2bit", "fisher-2.5bit", "fisher-3bit", "fisher-4bit", "fisher-head-2bit", "fisher-head-3bit",
+           "fisher-pre-2bit", "fisher-pre-3bit", "aqua-2bit", "aqua-fisher-2bit", "kivi-2bit", "kivi-4bit",
+           "kvquant-3bit", "kvarn-k4v2", "kvarn-k4v4")  # fmt: skip
 Found = dict[tuple[str, str], dict[str, Any]]  # (recipe, text) → figures
 
 

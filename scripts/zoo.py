@@ -37,7 +37,7 @@ def main(target: Path, source: str, folder: Path, *names: str) -> None:
         for one in own:
             zoo.add_evaluation(one, name)
         zoo.promote(name, made.version)
-        print(name, made.version, f"{len(data) / 1e6:.1f} MB, {len(own)} texts")
+        print(f"{name}: {len(data) / 1e6:.1f} MB, {len(own)} texts")
 
 
 if __name__ == "__main__":
