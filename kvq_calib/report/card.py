@@ -198,12 +198,11 @@ def made_by(artifact: Artifact) -> str | None:
         name = f"auto --bits {chosen[1]}" + (f" --for {chosen[2]}" if chosen[2] else "")
     elif not is_preset(name):
         return None
-    options = {"model": model_of(artifact)[0], "recipe": name}
+    options = {"model": shlex.quote(model_of(artifact)[0]), "recipe": name}
     options |= {"corpus": shlex.quote(str(corpus_of(artifact).get("source")))}
     options |= {key.replace("_", "-"): given.get(key) for key in PLANNED}
-    return (
-        " ".join(["`kvq-calibrate", *(f"--{key} {value}" for key, value in options.items() if value is not None)]) + "`"
-    )
+    said = " ".join(f"--{key} {value}" for key, value in options.items() if value is not None)
+    return f"`kvq-calibrate {said}`"
 
 
 def _fit(artifact: Artifact) -> list[dict[str, Any]]:
