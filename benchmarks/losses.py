@@ -1,9 +1,9 @@
-"""Show what recipes lose on four kinds of text, by model: tables in Markdown, and a picture.
+"""Show what recipes lose on five kinds of text, by model: tables in Markdown, and a picture.
 
     python -m benchmarks.losses benchmarks/records/losses.png > table.md
 
 It reads LOSSES: lines of `kvq eval NAME ... --protocol full --output FILE`. A text's cell is KL divergence in nats; the
-mean over the texts that were measured is perplexity against 16 bit, and divergence. Means of README are of all four.
+mean over the texts that were measured is perplexity against 16 bit, and divergence. Means of README are of all five.
 """
 
 import argparse
@@ -27,9 +27,10 @@ from kvq_runtime.store.memory import asymptotic_bits
 LOSSES = Path("benchmarks/results/real/losses.jsonl")
 TEXTS = {
     "valid.txt": "WikiText-2",
-    "docstrings.jsonl": "docstrings",
-    "code.jsonl": "code",
+    "demo": "documentation",
+    "demo-code": "code",
     "pg2600_war_and_peace.txt": "War and Peace",
+    "chats.jsonl": "chats",
 }
 LINES = {"fisher-pre": "C2", "fisher": "C0", "fisher-head": "C1", "kvarn": "C3", "kivi": "C4", "aqua": "C5"}
 SUMMARY = ("fisher-2bit", "fisher-2.5bit", "fisher-3bit", "fisher-4bit", "fisher-head-2bit", "fisher-head-3bit",

@@ -164,14 +164,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipes", nargs="*", default=[], help="presets, or artifacts by reference")
     parser.add_argument("--registry", help="of fitted recipes' artifacts")
     parser.add_argument("--every", type=int, default=1, help="take each N-th task, or length of needles")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args(arguments)
     files, out = models.resolve(args.model), args.out
     tokenizer = AutoTokenizer.from_pretrained(files.path, padding_side="left")
     candidates = [None, *(through(text, files, args.registry) for text in args.recipes)]
-    model = load_model(files)
+    model = load_model(files, dtype=getattr(torch, args.dtype))
     pack(model)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    used = environment("cpu", "float32", torch.get_num_threads())
+    used = environment("cpu", args.dtype, torch.get_num_threads())
     for sheet in SHEETS[args.task](tokenizer, args.data, args.every):
         prompts = None
         for candidate in candidates:

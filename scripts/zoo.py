@@ -10,14 +10,13 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks.losses import LOSSES, TEXTS
 from kvq_calib.report import card
 from kvq_runtime.artifact import artifact
 from kvq_runtime.registry.evaluation_records import parse
 from kvq_runtime.registry.resolve import open_registry
 
 BESIDE = "kivi-4bit"
-TEXTS = ("valid.txt", "docstrings.jsonl", "code.jsonl", "pg2600_war_and_peace.txt")
-LOSSES = Path(__file__).parents[1] / "benchmarks" / "results" / "real" / "losses.jsonl"
 
 
 def main(target: Path, source: str, folder: Path, *names: str) -> None:
@@ -31,7 +30,7 @@ def main(target: Path, source: str, folder: Path, *names: str) -> None:
         own = [one for one in fitted.evaluations(version.sha256, name) if one["protocol"]["text"]["source"] in TEXTS]
         model = own[0]["protocol"]["model"]
         beside = [one for one in lines if one["result"]["recipe"] == BESIDE and one["protocol"]["model"] == model]
-        records = sorted(own, key=lambda one: TEXTS.index(one["protocol"]["text"]["source"])) + beside
+        records = sorted(own, key=lambda one: list(TEXTS).index(one["protocol"]["text"]["source"])) + beside
         text = card.card(artifact.from_bytes(data), list(map(parse, records)), name, card.license_of(folder))
         made = zoo.publish(name, data, None, {"README.md": text.encode()})
         for one in own:

@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks import answers, humaneval, work
+from benchmarks import answers, chats, humaneval, work
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 
@@ -109,3 +109,17 @@ def test_recipes_are_compared_on_the_tasks_that_all_have():
     *_, exact, other = work.table(json.loads(json.dumps(rows)))
     assert exact == "| `16 bit` | 2 of 2, 100.0% | 2 |  | 2.0 |"
     assert other == "| `a` | 1 of 2, 50.0% | 1 | 50% | 2.0 |"
+
+
+def test_chats_are_of_whole_turns_in_the_model_s_template(demo, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    problem = {"question": "How many?", "answer": "So <<1+1=2>>2.\n#### 2"}
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(problem)}\n" * 300)
+    monkeypatch.setattr(chats.AutoTokenizer, "from_pretrained", lambda _: demo[2])
+    chats.main("demo", tmp_path / "train.jsonl", tmp_path / "chats.jsonl")
+    texts = [json.loads(line)["text"] for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    assert len(texts) % 3 == 0 and min(map(len, texts)) >= chats.LEAST
+    sums, code, explained = texts[0], texts[len(texts) // 3], texts[-1]
+    assert sums.startswith("user: How many?\nassistant: So 2.\n#### 2\nuser:")
+    head, _, whole = code.removeprefix("user: Complete this Python function:\n").partition("\nassistant: ")
+    assert whole.startswith(head.rstrip("`\n")) and len(head) < len(whole)
+    assert explained.startswith("user: Explain scikit-learn's ")
