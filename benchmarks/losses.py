@@ -21,7 +21,7 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.artifact.describe import REFERENCE_MODEL
 from kvq_runtime.cli.recipes import readers
-from kvq_runtime.recipe import preset
+from kvq_runtime.recipe import preset, presets
 from kvq_runtime.store.memory import asymptotic_bits
 
 LOSSES = Path("benchmarks/results/real/losses.jsonl")
@@ -99,7 +99,7 @@ def panel(axis: Axes, model: str, found: Found) -> None:
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for recipe in names(found):
         mean = means(found, recipe)
-        if mean["texts"] < len(TEXTS) or "+" in recipe:  # a changed preset is in the tables alone
+        if mean["texts"] < len(TEXTS) or recipe not in presets():  # a changed preset is in the tables alone
             continue
         bits, kl = mean["bits"], mean["kl"]
         color = LINES.get(family(recipe), "0.45")

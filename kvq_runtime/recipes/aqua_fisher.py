@@ -31,12 +31,14 @@ Differs: no paper has these together.
 from dataclasses import replace
 from functools import partial
 
+from kvq_runtime.geometry import Window
 from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import GradientBasis
 
 GAIN = 3
+WINDOW = Window(sinks=32)  # as of fisher.py
 RIDGE = 1e-4
 
 
@@ -48,7 +50,7 @@ def aqua_fisher(name: str, bits: float) -> Recipe:
     lower = [replace(scheme, predict=below) for below in (Mean(), replace(two, below=(1,)))]
     layers = {layer: (first, first) for layer, first in enumerate(lower)}
     summary = f"AQUA-KV, bases in the metric of gradients, trellis paths, {bits:g} bits"
-    return Recipe(name, scheme, scheme, "pre", layers, summary)
+    return Recipe(name, scheme, scheme, "pre", layers, summary, WINDOW)
 
 
 FAMILY = Family(

@@ -17,6 +17,11 @@ of the eight codes of a container over 16 points, which a kernel could read, wou
 bits alone; 0.93, 0.82 and 0.84 times of Gaussian numbers), and make a slab of 2 bits as dear as one of 4; bits by head
 instead of alike 0.86 times; a basis of all heads instead of by head 0.5 times.
 
+The first 32 tokens are exact. Qwen2.5 has no token for the beginning of a text and attends to the first delimiters, of
+a chat those of the system prompt, of hidden states 12 to 24 times as long as the median. In Qwen2.5-Coder-0.5B's
+answers to HumanEval (8 windows of 320 tokens, full encode) 3 bits of one fit diverge by 0.0134 nats with 4 exact
+tokens, by 0.0061, 0.0035, 0.0033, 0.0021 with 16, 24, 32, 64.
+
 Nothing is predicted from layers below. Since q · R_τ ẑ Dᵀ = (Dᵀ R_-τ q) · ẑ, and a sum of values is a sum of latents
 times Dᵀ, a step reads codes and multiplies once a segment. Bits of all layers, of keys and of values are filled in one
 order by the cost of errors. `fisher-head-*` have a basis and gains of each head, which tensor parallel workers share
@@ -28,12 +33,14 @@ Source: as of `aqua_fisher.py`, without its predictions. Differs: no paper has k
 from functools import partial
 from typing import Literal
 
+from kvq_runtime.geometry import Window
 from kvq_runtime.recipe import Family, Position, Recipe, Scheme
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import GradientBasis
 
 GAIN, SLAB = 3, 16
+WINDOW = Window(sinks=32)  # a system prompt's first delimiters
 BITS = (2.0, 2.5, 3.0, 4.0)
 
 
@@ -49,7 +56,7 @@ def fisher(name: str, bits: float, group: Literal["all", "head"] = "all", positi
     basis = "a basis of each head" if group == "head" else "one basis of all heads"
     codes = ", trellis paths" if position == "pre" else ""
     summary = f"{where}, {basis}, in the metric of gradients{codes}, {bits:g} bits"
-    return Recipe(name, scheme, scheme, position, summary=summary)
+    return Recipe(name, scheme, scheme, position, summary=summary, window=WINDOW)
 
 
 FAMILY = Family(
