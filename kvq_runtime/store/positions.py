@@ -214,9 +214,9 @@ class Positions:
         if self.real_BT is None:
             slots = torch.arange(sinks, device=device).expand(batch, -1)
             return slots, slots < self.length
-        rank_BT = self.real_BT.cumsum(1) * self.real_BT
-        here = rank_BT[:, :, None] == torch.arange(1, sinks + 1, device=device)
-        return here.int().argmax(1), here.any(1)
+        ranks_BS = torch.arange(1, sinks + 1, device=device).repeat(batch, 1)
+        slots_BS = torch.searchsorted(self.real_BT.cumsum(1), ranks_BS)  # of one that has not come: all slots
+        return slots_BS, slots_BS < self.real_BT.shape[1]
 
     def complete(self, sinks: int, before: int) -> int:
         """A length at which every row's sinks had arrived, if they had in the first `before` slots; or one to come."""
