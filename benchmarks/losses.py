@@ -2,14 +2,15 @@
 
     python -m benchmarks.losses benchmarks/records/losses.png > table.md
 
-It reads LOSSES: lines of `kvq eval NAME ... --protocol full --output FILE`. A text's cell is KL divergence in nats; the
-mean over the texts that were measured is perplexity against 16 bit, and divergence. Means of README are of all five.
+It reads LOSSES and IN_USE: lines of `kvq eval NAME ... --protocol full --output FILE`, and `--protocol in-use`. A
+text's cell is KL divergence in nats. A mean is perplexity against 16 bit and divergence, of the texts measured; of all
+in README and in use. Bits are Qwen2.5-7B's where models stand side by side.
 """
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,7 @@ from kvq_runtime.cli.recipes import readers
 from kvq_runtime.recipe import preset, presets
 from kvq_runtime.store.memory import asymptotic_bits
 
-LOSSES = Path("benchmarks/results/real/losses.jsonl")
+LOSSES, IN_USE = Path("benchmarks/results/real/losses.jsonl"), Path("benchmarks/results/real/in-use.jsonl")
 TEXTS = {
     "valid.txt": "WikiText-2",
     "demo": "documentation",
@@ -39,14 +40,14 @@ SUMMARY = ("fisher-2bit", "fisher-2.5bit", "fisher-3bit", "fisher-4bit", "fisher
 Found = dict[tuple[str, str], dict[str, Any]]  # (recipe, text) → figures
 
 
-def losses(path: Path) -> dict[str, Found]:
-    """Return the figures of each model, by recipe and text."""
+def losses(path: Path, protocol: str) -> dict[str, Found]:
+    """Return a protocol's figures of each model, by recipe and text."""
     models: dict[str, Found] = defaultdict(dict)
     for line in path.read_text().splitlines():
         entry = json.loads(line)
-        protocol, result = entry["protocol"], entry["result"]
-        figures = result["protocols"]["full"] | {"bits": result["bits"]["asymptotic"]}
-        models[protocol["model"]["id"]][result["recipe"], TEXTS[protocol["text"]["source"]]] = figures
+        measured, result = entry["protocol"], entry["result"]
+        figures = result["protocols"][protocol] | {"bits": result["bits"]["asymptotic"]}
+        models[measured["model"]["id"]][result["recipe"], TEXTS[measured["text"]["source"]]] = figures
     return models
 
 
@@ -72,12 +73,12 @@ def means(found: Found, recipe: str) -> dict[str, float]:
     return {key: fmean(cell[key] for cell in cells) for key in ("bits", "relative", "kl")} | {"texts": len(cells)}
 
 
-def summary(models: dict[str, Found]) -> Iterator[str]:
-    """Return the lines of README's table: means over texts, of the recipes in SUMMARY; bits on Qwen2.5-7B."""
+def summary(models: dict[str, Found], recipes: Sequence[str], texts: int = len(TEXTS)) -> Iterator[str]:
+    """Return the lines of a table of models: means over so many texts; bits on Qwen2.5-7B."""
     yield from (f"| recipe | bits | kernel | vLLM | {' | '.join(models)} |", "|---" * (len(models) + 4) + "|")
-    for name in SUMMARY:
+    for name in recipes:
         known = [means(found, name) if name in names(found) else None for found in models.values()]
-        cells = [figures(mean) if mean and mean["texts"] == len(TEXTS) else "" for mean in known]
+        cells = [figures(mean) if mean and mean["texts"] == texts else "" for mean in known]
         recipe = preset(name)
         bits, by = asymptotic_bits(recipe, REFERENCE_MODEL), readers(recipe)
         kernel, vllm = ("yes" if yes else "no" for yes in (by["kernel"], by["vllm"] != "no"))
@@ -125,14 +126,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
     args = parser.parse_args()
-    models = losses(LOSSES)
-    print("\n".join(summary(models)), end="\n\n")
+    models = losses(LOSSES, "full")
+    print("\n".join(summary(models, SUMMARY)), end="\n\n")
     figure = Figure(figsize=(5.2 * len(models), 4.6), layout="constrained")
     for axis, (model, found) in zip(
         figure.subplots(1, len(models), squeeze=False, sharey=True)[0], models.items(), strict=True
     ):
         panel(axis, model, found)
         print("\n".join(table(model, found)), end="\n\n")
+    used = losses(IN_USE, "in-use")
+    print("\n".join(summary(used, names(used[next(iter(used))]), texts=4)))
     figure.supylabel("KL divergence from 16 bit, nats a token", fontsize=9)
     figure.supxlabel("filled: a GPU kernel reads it packed", fontsize=8.5, x=0.01, ha="left", color="0.35")
     figure.savefig(args.picture, dpi=110, metadata={"Software": None})
