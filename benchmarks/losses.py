@@ -90,33 +90,32 @@ def figures(mean: dict[str, float]) -> str:
     return f"{100 * mean['relative']:+.1f}%, {mean['kl']:.2g}"
 
 
-def family(recipe: str) -> str:
-    """Return the beginning of a recipe's name, without its bits."""
-    return recipe.rsplit("-", 1)[0]
-
-
 def panel(axis: Axes, model: str, found: Found) -> None:
     """Draw the mean divergence of each recipe against its bits; filled: a GPU kernel reads it packed."""
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for recipe in names(found):
-        mean = means(found, recipe)
+    labels: list[tuple[float, float]] = []
+    for recipe in sorted(names(found), key=lambda recipe: -means(found, recipe)["kl"]):
+        mean, family = means(found, recipe), recipe.rsplit("-", 1)[0]
         if mean["texts"] < len(TEXTS) or recipe not in presets():  # a changed preset is in the tables alone
             continue
         bits, kl = mean["bits"], mean["kl"]
-        color = LINES.get(family(recipe), "0.45")
+        color = LINES.get(family, "0.45")
         filled = color if readers(recipe_text.read(recipe))["kernel"] else "white"
         axis.plot(bits, kl, "o", color=color, markerfacecolor=filled, markersize=6, zorder=3)
-        axis.annotate(recipe, (bits, kl), (5, 3), textcoords="offset points", fontsize=7, color="0.25")
-        lines[family(recipe)].append((bits, kl))
+        height = 1.03 * kl
+        while any(abs(bits - x) < 0.7 and height > 0.83 * y for x, y in labels):  # below the labels beside it
+            height *= 0.99
+        labels.append((bits, height))
+        axis.annotate(recipe, (bits, height), (6, 0), textcoords="offset points", fontsize=7, color="0.25")
+        lines[family].append((bits, kl))
     for name, points in lines.items():
         if name in LINES:
             axis.plot(*zip(*points, strict=True), color=LINES[name], linewidth=1, zorder=2)
-    axis.set_yscale("log")
+    axis.set(yscale="log", xlabel="bits per key or value element")
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.margins(x=0.16)
     axis.set_title(model, loc="left", fontsize=10)
-    axis.set_xlabel("bits per key or value element", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(color="0.92", linewidth=0.8)
 
@@ -129,9 +128,8 @@ def main() -> None:
     models = losses(LOSSES, "full")
     print("\n".join(summary(models, SUMMARY)), end="\n\n")
     figure = Figure(figsize=(5.2 * len(models), 4.6), layout="constrained")
-    for axis, (model, found) in zip(
-        figure.subplots(1, len(models), squeeze=False, sharey=True)[0], models.items(), strict=True
-    ):
+    axes = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
+    for axis, (model, found) in zip(axes, models.items(), strict=True):
         panel(axis, model, found)
         print("\n".join(table(model, found)), end="\n\n")
     used = losses(IN_USE, "in-use")
