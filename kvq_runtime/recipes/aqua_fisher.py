@@ -31,14 +31,13 @@ Differs: no paper has these together.
 from dataclasses import replace
 from functools import partial
 
-from kvq_runtime.geometry import Window
 from kvq_runtime.recipe import Family, Recipe, Scheme
+from kvq_runtime.recipes.fisher import WINDOW
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import GradientBasis
 
 GAIN = 3
-WINDOW = Window(sinks=32)  # as of fisher.py
 RIDGE = 1e-4
 
 
